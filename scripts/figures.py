@@ -82,7 +82,9 @@ def split_field(field: str, files: Iterable[str]) -> tuple[str, str]:
 
 
 def _where(measured_on: dict[str, Any]) -> str:
-    return f"commit {measured_on['commit']}, {measured_on['date']}, {measured_on['cores']} cores of {measured_on['processor']}"
+    gpu = f"{measured_on['gpu']}, " if "gpu" in measured_on else ""
+    cores = f"{measured_on['cores']} cores of {measured_on['processor']}"
+    return f"commit {measured_on['commit']}, {measured_on['date']}, {gpu}{cores}"
 
 
 def with_figures(text: str) -> str:

@@ -22,7 +22,6 @@ at 40    uint64  flags: 0x2000 or 0x8000 if the image is compressed, by LZ4 or z
 
 Headers stay, so does everything that points to them; only images become zeros, which compress to nothing. The driver reads the
 image that fits its GPU, so the others are never looked at. A compressed image is kept or zeroed as it is.
-Not tested on GPU.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ two calls with a folder each (a run removes what an earlier one has left) hold t
 
 DIR/summary.md and DIR/summary.json hold everything that is known, also while a part runs; part_*.json are the parts' own files
 and log.txt is what they print. It exits with 1 if a part failed, ran over its limit, was not run,
-or measured nothing although --site was given. Not tested on GPU.
+or measured nothing although --site was given.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ background threads have it, too, autograd takes it along from the thread that ca
 The sanitizer knows from an operator's schema what it reads and writes, so it does not see what a kernel does beside that, nor
 copies made through the CUDA driver. It knows memory by the address where a tensor begins. When a block is freed, torch's own
 forgets the block's first address alone; here it forgets all addresses in it, which other streams may get next, and tensors
-without elements, which have no address, are left out. Not tested on GPU.
+without elements, which have no address, are left out.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ wheels that fit, zeroes the GPU code of all other architectures (fatbin.py), and
 PYTHONPATH of it, goes along. Nothing is built and no GPU is needed here.
 
 Everything is refused that would fail later: an archive above --limit-mib, a library without machine code for --arch or with GPU
-code laid out in an unknown way, FBGEMM for another CUDA. What is packed is not tested on GPU.
+code laid out in an unknown way, FBGEMM for another CUDA.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def show(report: Report, variant: str, fits: list[Fit], trace: Trace | None, on_
     report.row(variant=variant, **step, profiled_ms=trace.ms, **gpu)
     for name, value in gpu.items():
         report.figure(f"{variant}_{name}", value)
-    report.figure(f"{variant}_step_ms", step["step_ms"])
+    for name in ("step_ms", "low", "high"):
+        report.figure(f"{variant}_{name}", step[name])
     names = ("operators", "launches", *WAITS, "blocking copies", "waited ms") if seen else ("operators",)
     for thread in THREADS:
         counts = {name: trace.threads[thread].get(name, 0.0) for name in names}

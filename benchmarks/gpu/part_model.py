@@ -83,7 +83,8 @@ def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
         busy = {"host_busy": median(_busy(fit) for fit in fits), "engine_cpu_ms": median(fit.cpu_ms["engine"] for fit in fits)}
         report.row(model=model, way=way, **spread, **busy, **(over if way == "overlap" else dict.fromkeys(over)))
         report.figure(f"{model}_{way}_step_ms", median(times))
-    report.figure(f"{model}_over_plain", median(ratios))
+    for name, ratio in (("over_plain", median(ratios)), ("over_low", min(ratios)), ("over_high", max(ratios))):
+        report.figure(f"{model}_{name}", ratio)
     known = [fit.predicted or 0.0 for fit in found["overlap"]]
     if min(known) <= 0.5:
         report.fail(

@@ -243,6 +243,8 @@ def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None
 def _sum_up(report: Report) -> None:
     rows = [row for row in report.found()["rows"] if "ok" in row]
     report.figure("cases", len(rows))
+    report.figure("largest_loss_difference", max(row["losses"] or 0.0 for row in rows if "losses" in row))
+    report.figure("unordered_accesses", sum(row["unordered"] for row in rows if row["expected"] == "none"))
     report.figure("cases_ok", sum(bool(row["ok"]) for row in rows))
 
 

@@ -9,7 +9,7 @@ Where TorchRec and Lightning are installed, the same is done in training: two no
 The transports come in the order of what they are worth, ``peer`` last: a mistake in it could take the GPU from all others.
 Training by others than ``host`` is left out, and so listed, where the time is needed for a transport that comes later.
 
-The process groups need torch alone. Without a GPU it runs in small sizes on the CPU. Not tested on GPU.
+The process groups need torch alone. Without a GPU it runs in small sizes on the CPU.
 """
 
 from __future__ import annotations

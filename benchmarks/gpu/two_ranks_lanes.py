@@ -67,6 +67,9 @@ def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, nbytes: int, 
     cells = {"transport": transport, "on": on, "to the peer": _length(nbytes)}
     rank.say(("row", cells | {"equal to gloo": all(equal), "ms": ms, "GB/s": nbytes / ms / 1e6} | gloo))
     rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_gbps", "value": nbytes / ms / 1e6}))
+    rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_ms", "value": ms}))
+    if not isinstance(gloo_ms, str):
+        rank.say(("figure", {"name": f"{transport}_{nbytes}_bytes_gloo_ms", "value": gloo_ms}))
     if not all(equal):
         wrong = " and ".join(f"rank {one}" for one, same in enumerate(equal) if not same)
         rank.say(("fail", {"what": f"{transport}, {_length(nbytes)}", "error": f"{wrong} received other bytes than by gloo"}))

@@ -17,7 +17,6 @@ class EarlyCopy:
 
     So the ids go to the device once. From pinned memory (``DataLoader(pin_memory=True)``) the host does not wait. The stream
     that computes does, before the step of the batch before: the copy is hidden as far as the host runs ahead of the device.
-    Not tested on GPU.
 
     Args:
         device: where to, a CUDA device.

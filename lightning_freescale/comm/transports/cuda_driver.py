@@ -17,7 +17,7 @@ WRAP = 2**32
 
 
 class CudaDriver:
-    """The device of this process, by cuda-bindings. Not tested on GPU.
+    """The device of this process, by cuda-bindings. Tested between processes on one GPU, not between GPUs.
 
     Copies and waits only enqueue, and none launches a kernel. They take many at once, because a call costs microseconds, and
     addresses instead of tensors, because a slice of a tensor costs as much again.

@@ -51,7 +51,7 @@ class RankHardware:
 
     @staticmethod
     def from_this_process(transport: str) -> RankHardware:
-        """Look at this process, as far as that transport needs to know it. Not tested on GPU.
+        """Look at this process, as far as that transport needs to know it. Not tested with several GPUs.
 
         Named transports between GPUs need one. Others look at it only where CUDA is in use: a process that computes on the
         CPU need not pay for it, and its current device means nothing.

@@ -25,7 +25,7 @@ class ExchangeWorker(WorkerThread):
 
     Args:
         path: of the collection, for errors.
-        device: on CUDA the jobs run on the stream (not tested on GPU).
+        device: on CUDA the jobs run on the stream.
         statistics: what to count waits in.
         order: that its exchanges are launched in.
         hops: groups to abort when a job fails: a rank that no member of one waits for would not hear of it.

@@ -28,7 +28,7 @@ class HostClock:
 
 
 class CudaClock:
-    """For streams that run behind the host: a stamp is an event on the current stream, from a pool. Not tested on GPU.
+    """For streams that run behind the host: a stamp is an event on the current stream, from a pool.
 
     All are of one device: no time can be had from one GPU's event to another's. They measure milliseconds in single
     precision, so times are counted from an event that moves along with the run.

@@ -54,7 +54,7 @@ class KinetoWindow:
 
     torch has one profiler per process. A second one does not fail: it takes over the first one's session, and exporting what is
     left of that ends the process. So a window does not begin beside another, and notices if it was taken over. It sees the
-    thread that starts it, and what autograd runs for it. The part on CUDA is not tested on GPU.
+    thread that starts it, and what autograd runs for it. On CUDA it stays attached to the process and can slow later steps.
 
     Args:
         steps: how many steps the caller leaves between start and stop.
@@ -140,7 +140,7 @@ class KinetoWindow:
         return events
 
     def breakdown(self) -> TemporalBreakdown | None:
-        """Return where the GPU's time went in the window, of all of its kernels; None if none ran. Not tested on GPU."""
+        """Return where the GPU's time went in the window, of all of its kernels; None if none ran."""
         return temporal_breakdown(self._stopped())
 
     def _stopped(self) -> list[dict[str, Any]]:
@@ -198,8 +198,6 @@ def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, A
 
 def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown | None:
     """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels; None if none took time.
-
-    Not tested on GPU: tested on events made up for the purpose.
 
     Args:
         events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those not of a GPU are passed over.

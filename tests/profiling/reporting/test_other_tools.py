@@ -48,7 +48,7 @@ def _cuda_trace() -> dict[str, Any]:
 
 
 def test_device_idle_is_what_hta_calls_temporal_breakdown(tmp_path: Path, hta: Any) -> None:
-    """On kernels that are made up: not tested on GPU."""
+    """On kernels that are made up."""
     path = tmp_path / "rank_0.json"
     path.write_text(json.dumps(_cuda_trace()))
     ours = temporal_breakdown(slices_of(_cuda_trace()["traceEvents"], 0.0))

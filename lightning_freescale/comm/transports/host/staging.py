@@ -71,7 +71,7 @@ class DeviceStaging:
     All copies are of contiguous bytes between device and pinned memory, which the driver gives to a copy engine: no kernel is
     launched.
 
-    Not tested on GPU, nor on ROCm, whose streams and events have the same names in torch. ``api`` has them as ``torch.cuda``,
+    Not tested on ROCm, whose streams and events have the same names in torch. ``api`` has them as ``torch.cuda``,
     ``pinned_bytes`` is the bound of the pinned memory, half of it for each direction.
     """
 

@@ -63,7 +63,7 @@ class Chunks:
 
 
 class Link:
-    """Copies chunks in rounds of at most one to and one from every peer. Not tested on GPU.
+    """Copies chunks in rounds of at most one to and one from every peer. Tested on one GPU, not between GPUs.
 
     In either direction a round is one call for all waits, one for all chunks and one for all counts, however many peers there
     are. Counts are 4-byte copies out of pinned memory, as NCCL's flags are since 2.29.2. A copy reads its source when the

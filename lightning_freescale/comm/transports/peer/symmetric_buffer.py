@@ -78,7 +78,7 @@ class SymmetricBuffer:
 def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:
     """Allocate and map the buffers of ``size`` ranks that share a ``store``, with slots of ``chunk`` bytes. Collective.
 
-    Not tested on GPU.
+    Tested between two processes on one GPU, not between GPUs.
 
     Raises:
         RuntimeError: the memory cannot be shared.

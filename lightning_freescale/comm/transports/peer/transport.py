@@ -37,7 +37,7 @@ class PeerTransport:
     streams wait for, so that they drain. What they copy then is wrong; every rank looks whether a peer has given up before it
     takes what has arrived for good. The transport is of no use afterwards.
 
-    Not tested on GPU.
+    Tested between two processes on one GPU, not between GPUs.
 
     Args:
         buffer: the memory, mapped on all ranks.
