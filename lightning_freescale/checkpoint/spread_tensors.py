@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_freescale._objects import gather_objects
-from lightning_freescale.comm import FreeScaleGroup
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard
 
@@ -77,7 +76,7 @@ class SpreadTensors:
     Args:
         own: this rank's pieces, with their values, live.
         group: of the ranks; None if there is one.
-        device: of the values. Messages travel from it where the group has NCCL for it, and else from host memory.
+        device: of the messages, see :meth:`ShardedTables.message_device`.
 
     Attributes:
         keys: of the tensors, sorted, the same on every rank.
@@ -85,10 +84,7 @@ class SpreadTensors:
     """
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.own, self._group = list(own), group
-        # the values are written on rank 0's host, and gloo sends no CUDA tensors
-        by_nccl = isinstance(group, FreeScaleGroup) and group.uses_nccl
-        self._device = device if by_nccl else torch.device("cpu")
+        self.own, self._group, self._device = list(own), group, device
         told = [piece.as_numbers() for piece, _ in own]
         of_ranks = [told] if group is None else gather_objects(told, group)
         self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, number among its own

@@ -56,7 +56,7 @@ def module_state_dict(
                 own.append((Piece(key, shape, value.dtype, (remapping.rows,), RowOrder(remapping.ends[-1])), value))
             elif remapping.rank == 0:
                 own.append((Piece(key, tuple(value.shape), value.dtype), value))
-    whole = hold(SpreadTensors(own, tables.group, tables.device))
+    whole = hold(SpreadTensors(own, tables.group, tables.message_device()))
     dense = {name: value for name, value in sharded.items() if name not in names}
     return dense | {name: whole[key] for name, key in names.items() if key in whole}
 
@@ -127,7 +127,7 @@ def optimizer_state_dict(
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
     values = [(shard, name, value) for shard in shards for name, value in shard.state.items()]
     own = [(Piece.of(shard, (shard.table.key, name), value), value) for shard, name, value in values]
-    for (key, name), whole in hold(SpreadTensors(own, tables.group, tables.device)).items():
+    for (key, name), whole in hold(SpreadTensors(own, tables.group, tables.message_device())).items():
         states.setdefault(key, {})[name] = whole
     in_backward = {key: states.pop(key) for key in groups.in_backward if key in states}
     histories = {remapping.prefixes[0]: get_input_history(remapping.mc_module) for remapping in id_remappings(tables)}

@@ -13,6 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizerModule
 
+from lightning_freescale.comm import FreeScaleGroup
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
@@ -100,6 +101,11 @@ class ShardedTables:
         self.tables = [table for collection, _ in modules for table in collection.tables]
         self.group: dist.ProcessGroup = modules[0][1]._env.process_group
         self.device: torch.device = modules[0][1]._device
+
+    def message_device(self) -> torch.device:
+        """Return the device whose tensors the group sends: that of the shards, or the host where gloo would have to send them."""
+        on_gpu = isinstance(self.group, FreeScaleGroup) and self.group.uses_nccl
+        return self.device if on_gpu else torch.device("cpu")
 
     @classmethod
     def from_collections(cls, found: Sequence[tuple[Collection, Any]]) -> ShardedTables | None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from lightning_freescale.checkpoint import exchange_names, single_file
 from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
+from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import TABLE, Large, SaveAt, fit
@@ -36,7 +37,8 @@ def _gathered_where_ranks_share_a_gpu() -> list[float] | None:
     group, rank = make_group(transport="host"), dist.get_rank()
     rows = torch.arange(4.0).reshape(2, 2) + 10 * rank
     piece = Piece(("table",), (4, 2), rows.dtype, (slice(2 * rank, 2 * rank + 2), slice(0, 2)), RowOrder(4))
-    whole = SpreadTensors([(piece, rows)], group, torch.device("cuda", 0)).gather(("table",))
+    tables: Any = SimpleNamespace(group=group, device=torch.device("cuda", 0))
+    whole = SpreadTensors([(piece, rows)], group, ShardedTables.message_device(tables)).gather(("table",))
     return None if whole is None else whole.flatten().tolist()
 
 
