@@ -103,7 +103,7 @@ class ShardedTables:
         self.device: torch.device = modules[0][1]._device
 
     def message_device(self) -> torch.device:
-        """Return the device whose tensors the group sends: that of the shards, or the host where gloo would have to send them."""
+        """Return the device whose tensors the group sends: that of the shards, or the host where only gloo could send them."""
         on_gpu = isinstance(self.group, FreeScaleGroup) and self.group.uses_nccl
         return self.device if on_gpu else torch.device("cpu")
 
