@@ -294,12 +294,22 @@ class FreeScaleDataModule(LightningDataModule):
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
         sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated, limit)
+        self._settle_counts(self.train, sampler)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
         if sampler.fill is not None:
             _tell_fill(sampler)
         return BalancedDataLoader.from_sampler(
             self.train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options
         )
+
+    def _settle_counts(self, train: MapStyleData, sampler: BalancedSampler) -> None:
+        """Choose how many samples the ranks hold, where batches are known to be jagged and the strategy weighs the loss."""
+        jagged = train.padding == "none" or train.lengths is None
+        weighs = self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
+        if train.counts_are_settled or not (jagged and weighs):
+            return
+        if (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
+            rank_zero_info(f"FreeScaleDataModule: {choice}")
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return a loader of this rank's part of the validation samples, each once, in order or grouped by length."""

@@ -16,6 +16,7 @@ from lightning_freescale.balance.prediction import (
     PLANNED_STEPS,
     draw_steps,
     fewer_than_asked,
+    in_mode,
     report_plans,
 )
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
@@ -132,15 +133,8 @@ def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str,
     told = f"No assignment of these steps {counts} gets below {_with_idle(report.lower_bound)}: {_reason(report, mode)}."
     if mode == "free":
         return told
-    free = report_plans(_in_mode("free", plans), planned=0).lower_bound
+    free = report_plans(in_mode("free", plans), planned=0).lower_bound
     return f"{told} At any counts the bound is {_with_idle(free)}." if free < report.lower_bound - _WORTH_TELLING else told
-
-
-def _in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
-    """Return the same steps, to be planned in another mode."""
-    unused = () if assignment_mode == "slack" else ("count_slack",)
-    kept = [{name: value for name, value in plan.options.items() if name not in unused} for plan in plans]
-    return [replace(plan, options={**each, "assignment_mode": assignment_mode}) for plan, each in zip(plans, kept)]
 
 
 def _reason(report: BalanceReport, mode: str) -> str:
@@ -160,7 +154,7 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
     if freer is not None:
         with suppress(ValueError):  # of groups or tokens for which there is no room
-            balanced = report_plans(_in_mode(freer, plans), _planned(setting)).balanced
+            balanced = report_plans(in_mode(freer, plans), _planned(setting)).balanced
             share = (
                 f"up to {1 + setting.get('count_slack', DEFAULT_SLACK):g} times its share" if freer == "slack" else "any number"
             )

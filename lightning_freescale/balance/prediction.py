@@ -122,6 +122,13 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
     return replace(bounds, balanced=balanced, **planned_alone)
 
 
+def in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
+    """Return the same steps, to be planned in another mode."""
+    unused = () if assignment_mode == "slack" else ("count_slack",)
+    kept = [{name: value for name, value in plan.options.items() if name not in unused} for plan in plans]
+    return [replace(plan, options={**each, "assignment_mode": assignment_mode}) for plan, each in zip(plans, kept)]
+
+
 def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
     """Return ``count`` of the plans, the first among them; all if these are no more."""
     return [plans[place] for place in np.linspace(0, len(plans) - 1, min(count, len(plans))).astype(int)]

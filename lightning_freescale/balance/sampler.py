@@ -124,7 +124,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
         self.handed_out, self.may_pad = (0, -1), padded
-        self._paddings: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        self._changes: list[tuple[tuple[int, int], dict[str, Any]]] = []
         per_sample: dict[str, NDArray[Any]] = {}
         if tokens is not None:
             per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
@@ -250,7 +250,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
     def step_plan(self, epoch: int, step: int) -> StepPlan:
         """Return the plan of all ranks for a step."""
-        plan, options = self._plans.get(epoch, step), self._padded_options(epoch, step)
+        plan, options = self._plans.get(epoch, step), self._changed_options(epoch, step)
         made = {name: plan.options.get(name) for name in options} if options else plan.padded
         if made != (options or False):  # before that was known
             self._plans.forget()
@@ -327,7 +327,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._replans[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
 
     def pad_from(self, epoch: int, step: int, *, padded: bool = True, **options: Any) -> None:
-        """Plan for ranks that pad their samples from a step on; call it with the same arguments on every rank.
+        """Plan for ranks that pad their samples, or by other options, from a step on; call it alike on every rank.
 
         Args:
             epoch: of the first step.
@@ -341,20 +341,20 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         """
         if self.handed_out >= (epoch, step):
             raise RuntimeError(f"pad_from({epoch}, {step}): the loader has already read up to {self.handed_out}")
-        if self.budget is not None or "keep_together" in self._arguments.per_sample:
+        if padded and (self.budget is not None or "keep_together" in self._arguments.per_sample):
             raise ValueError(
                 "BalancedSampler(padded=True) needs a number of samples as batch_size, and no keep_together: leave one of them "
                 "out"
             )
-        self._paddings.append(((epoch, step), {"padded": True, **options} if padded else {}))
+        self._changes.append(((epoch, step), {"padded": True, **options} if padded else options))
 
     def is_padded(self, epoch: int, step: int) -> bool:
         """Return whether a step is planned for ranks that pad their samples."""
-        return bool(self._padded_options(epoch, step))
+        return bool(self._changed_options(epoch, step).get("padded"))
 
     def options_in(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the arguments of :func:`assign` for a step, without those that have a value per sample."""
-        return {**self.options, **self._padded_options(epoch, step)}
+        return {**self.options, **self._changed_options(epoch, step)}
 
     def load(self, epoch: int, step: int, values_of: Callable[[Ints], NDArray[Any]]) -> NDArray[Any]:
         """Return what this rank computes for in a step: values of its samples added up, and of what they are padded to.
@@ -368,10 +368,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         parts = [values_of(np.array(part)) for part in (batch.batches if isinstance(batch, MicroBatches) else [batch])]
         return np.sum([len(part) * part.max(axis=0) if padded else part.sum(axis=0) for part in parts], axis=0)
 
-    def _padded_options(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the options of :func:`assign` that a step has because its samples are padded; none if they are not."""
-        options: dict[str, Any] = next((options for start, options in reversed(self._paddings) if start <= (epoch, step)), {})
-        return {"parts": self.micro_batches.peek(epoch, step), **options} if options else {}
+    def _changed_options(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the options of :func:`assign` that :meth:`pad_from` has given a step."""
+        options: dict[str, Any] = next((options for start, options in reversed(self._changes) if start <= (epoch, step)), {})
+        return {"parts": self.micro_batches.peek(epoch, step), **options} if options.get("padded") else options
 
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
@@ -385,7 +385,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             self.exploration_steps,
             options,
         )
-        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._paddings)
+        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._changes)
         state = hashlib.sha256(repr(setting).encode())
         order, per_sample = self._batches.order(self.epoch), self._arguments.per_sample.values()
         for array in (self.costs, self.loss_weights, order, plan.rank_of_sample, *per_sample):
@@ -397,7 +397,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         options, known = arguments.options_of(samples), self._batches.ranks_within_budget(epoch, step)
         if known is not None:
             options["fallback"] = known
-        options |= self._padded_options(epoch, step)
+        options |= self._changed_options(epoch, step)
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
         balanced, drawn = self.balance_steps and not explores, self._batches.as_drawn(epoch, step)
         return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)

@@ -25,7 +25,7 @@ from lightning_freescale._lightning.loops import (
 from lightning_freescale._lightning.progress_line import ProgressLine
 from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale.callbacks.loggers import log_report
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, work_of_step
+from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
 from lightning_freescale.profiling.hanging.watch import HangWatch, check_options
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
@@ -163,6 +163,7 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._running().note_assignment(assignment_of(trainer))
         report = self._running().write_report()  # if it fails, on_exception reports what there is
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None

@@ -38,17 +38,21 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         world_size=trainer.world_size,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        assignment=_assignment(getattr(trainer.train_dataloader, "sampler", None)),
+        assignment=assignment_of(trainer),
         overlap=_overlap(trainer.strategy),
         num_workers=getattr(trainer.train_dataloader, "num_workers", None),
         sharded_tables=_has_sharded_tables(trainer, module),
     )
 
 
-def _assignment(sampler: Any) -> str | None:
-    if isinstance(sampler, BalancedSampler):
-        return str(sampler.options.get("assignment_mode", "fixed")) if sampler.balance_steps else "as drawn"
-    return None
+def assignment_of(trainer: Trainer) -> str | None:
+    """Return how samples are assigned to the ranks by now; None if that is unknown."""
+    sampler, train = getattr(trainer.train_dataloader, "sampler", None), map_style_data(trainer)
+    if not isinstance(sampler, BalancedSampler):
+        return None
+    if not sampler.balance_steps:
+        return "as drawn"
+    return str(sampler.options.get("assignment_mode", "fixed")) if train is None else train.assignment_mode
 
 
 def _overlap(strategy: Any) -> str | None:

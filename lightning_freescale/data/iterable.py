@@ -64,7 +64,7 @@ class IterableData:
         elif stream.stream_balancing == "local":
             context = "stream_balancing='local', where every rank keeps equal counts"
             refuse_options(context, options, "assignment_mode", "count_slack", "rank_speeds")
-        mode = options.assignment_mode or "fixed"
+        mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
         count_slack = options.count_slack if mode == "slack" else None
         self.assignment_mode = mode
         assign_fn = partial(assign, assignment_mode=mode, count_slack=count_slack, rank_speeds=options.rank_speeds)

@@ -14,11 +14,17 @@ from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.prediction import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
-from lightning_freescale.balance.validation import non_negative
+from lightning_freescale.balance.validation import DEFAULT_SLACK, non_negative
 from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.random_access import numbers_of_samples, size_of
 from lightning_freescale.data.validation import loss_weights, refuse_options, refuse_unused
+
+_COMPARED_STEPS = 8
+"""Steps whose bounds at equal and unequal counts are compared."""
+_WORTH_UNEQUAL = 1.01
+"""Times by which unequal counts must lower the bound: they cost some memory."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class MapStyleData:
         refits: what was found while training, by the epoch from which on it goes.
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
         padded_length: length that all batches are padded to; None unless it is found out.
+        counts_are_settled: whether it was chosen if ranks hold equal numbers of samples.
         may_pad: whether steps may be planned for padded batches.
         costs_are_final: whether nothing more is to be measured.
         micro_batches: how many the steps of this fit have.
@@ -108,7 +115,10 @@ class MapStyleData:
             refuse_options("batch_cost=, which cuts steps by their costs", options, "tokens")
         if self.budget is not None:
             _refuse_with_budget(options, balance, drop_last, shuffle)
-        self._mode = options.assignment_mode or ("fixed" if self.budget is None else "free")
+        chooses = options.assignment_mode == "auto"
+        self._mode = options.assignment_mode
+        if chooses:
+            self._mode = "fixed" if self.budget is None else "free"
         slack: dict[str, Any] = {"count_slack": options.count_slack} if self._mode == "slack" else {}
         self.may_pad = balance and self.budget is None and options.keep_together is None and self._mode != "zigzag"
         if options.padding == "batch" and not self.may_pad:
@@ -117,7 +127,8 @@ class MapStyleData:
                 "batch_cost=, keep_together=, balance=False and assignment_mode='zigzag'"
             )
         weighs = loss_reduction != "unweighted"
-        self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if options.assignment_mode is None and weighs else {}
+        self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if chooses and weighs else {}
+        self._chooses_counts = chooses and weighs and balance and self.budget is None and options.keep_together is None
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -167,6 +178,7 @@ class MapStyleData:
         self.costs_are_final = False
         self.padding = self._given_padding
         self.padded_length: int | None = None
+        self.counts_are_settled = False
         self._padded_steps: list[tuple[int, int, dict[str, Any]]] = []
         if self.padding == "batch":
             self._padded_steps.append((0, 0, self._padded_mode))
@@ -175,8 +187,9 @@ class MapStyleData:
 
     @property
     def assignment_mode(self) -> str:
-        """Mode of :func:`~lightning_freescale.balance.assign`, for padded batches if steps are planned for them."""
-        return self._padded_mode.get("assignment_mode", self._mode) if self.plans_padding else self._mode
+        """Mode of :func:`~lightning_freescale.balance.assign` in the steps that no loader has read."""
+        changed = self._padded_steps[-1][2] if self._padded_steps else {}
+        return str(changed.get("assignment_mode", self._mode))
 
     @property
     def plans_padding(self) -> bool:
@@ -307,6 +320,32 @@ class MapStyleData:
         if self._sampler is not None:
             self._sampler.pad_from(epoch, step, **plan)
 
+    def settle_counts(self, epoch: int, step: int) -> str | None:
+        """Let ranks hold unequal numbers of samples from a step on, if that lowers the bound; call it on every rank.
+
+        Batches must not be padded.
+
+        Returns:
+            The choice and the reason; None if there is no choice.
+        """
+        sampler = self._sampler
+        self.counts_are_settled = True
+        if sampler is None or not self._chooses_counts or sampler.num_replicas == 1 or sampler.window > 1:
+            return None
+        steps = range(sampler.first_step, len(sampler))[:_COMPARED_STEPS]
+        plans = [sampler.step_plan(sampler.epoch, each) for each in steps]
+        equal, unequal = (report_plans(in_mode(mode, plans), planned=0).lower_bound for mode in ("fixed", "slack"))
+        if equal <= unequal * _WORTH_UNEQUAL:
+            return (
+                f"ranks hold equal numbers of samples (assignment_mode='fixed'): the slowest rank computes {equal:.3f} times "
+                f"the mean at least, with unequal numbers {unequal:.3f} times"
+            )
+        self.pad_from(epoch, step, padded=False, assignment_mode="slack", count_slack=DEFAULT_SLACK)
+        return (
+            f"from step {step} on ranks hold unequal numbers of samples (assignment_mode='slack'): the slowest rank computes "
+            f"{unequal:.3f} times the mean at least, with equal numbers {equal:.3f} times"
+        )
+
     def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
         costs = None if refit.model is None else partial(self._refitted_costs, refit.model)
         sampler.replan(epoch, costs, **refit.options)
@@ -325,7 +364,7 @@ class MapStyleData:
         refits = {start: asdict(refit) for start, refit in self.refits.items()}
         state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
         window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
-        state |= {"padding": self.padding, "padded_length": self.padded_length}
+        state |= {"padding": self.padding, "padded_length": self.padded_length, "counts_are_settled": self.counts_are_settled}
         state["padded_steps"] = list(self._padded_steps)
         state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
         return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
@@ -358,9 +397,10 @@ class MapStyleData:
 
     def know_padding(self, state: dict[str, Any]) -> None:
         """Go by what a checkpoint's run has found out about padding, unless ``padding`` was given."""
-        steps = state.get("padded_steps", [])
-        if self.padding == "auto" and (self.may_pad or not steps):
-            self.padding, self.padded_length = state.get("padding", "auto"), state.get("padded_length")
+        steps, padding = state.get("padded_steps", []), state.get("padding", "auto")
+        if self.padding in ("auto", padding) and (self.may_pad or not steps):
+            self.padding, self.padded_length = padding, state.get("padded_length")
+            self.counts_are_settled = state.get("counts_are_settled", False)
             self._padded_steps = [(epoch, step, plan) for epoch, step, plan in steps]
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:

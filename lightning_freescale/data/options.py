@@ -20,7 +20,10 @@ class BalanceOptions:
 
     Args:
         assignment_mode: ``"fixed"``, ``"slack"``, ``"free"`` or ``"zigzag"`` of :func:`lightning_freescale.balance.assign`.
-            ``"fixed"`` if not given; with ``batch_tokens`` or ``batch_cost`` always ``"free"``.
+            ``"auto"``: ``"slack"``, where strategy ``"freescale"`` weighs the loss of jagged batches and the lower bound of the
+            imbalance at equal counts is more than 1 % above the bound at unequal ones, and else ``"fixed"``. A line of the log
+            states the choice and both bounds. With ``batch_tokens`` or ``batch_cost`` always ``"free"``; for streams
+            ``"fixed"``.
         count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
         tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.
         keep_together: group of every sample, shape ``[samples]``; samples of a group that share a step go to one rank.
@@ -51,7 +54,7 @@ class BalanceOptions:
         ValueError: an option does not fit, or would have no effect.
     """
 
-    assignment_mode: Literal["fixed", "slack", "free", "zigzag"] | None = None
+    assignment_mode: Literal["auto", "fixed", "slack", "free", "zigzag"] = "auto"
     count_slack: float = 0.25
     max_tokens_per_rank: float | None = None
     tokens: ArrayLike | Sequence[float] | None = None
@@ -84,7 +87,7 @@ class BalanceOptions:
         if self.assignment_mode == "zigzag":
             refuse_options("assignment_mode='zigzag', which deals to all ranks alike", self, "rank_speeds", "slow_ranks")
         if self.assignment_mode != "slack":
-            refuse_options(f"assignment_mode={self.assignment_mode or 'fixed'!r}", self, "count_slack")
+            refuse_options(f"assignment_mode={self.assignment_mode!r}", self, "count_slack")
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,10 @@ class StepProfiler:
         self._exchange.sync_clocks_if_due()
         return scalars
 
+    def note_assignment(self, assignment: str | None) -> None:
+        """Note how samples are assigned to the ranks, where that was chosen while training."""
+        self._history.note_assignment(assignment)
+
     # -- at the end
 
     def write_report(self) -> BubbleReport | None:

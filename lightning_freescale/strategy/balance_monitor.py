@@ -200,8 +200,10 @@ class BalanceMonitor:
         if sampler.budget is None:  # else it is the limit
             names, limits = [*names, "max_tokens_per_rank"], sampler.per_sample
         options = {name: given[name] for name in names if name in given} | limits
+        if train is not None and sampler.budget is None:
+            options["assignment_mode"] = train.assignment_mode
         if report.padding is not None:
-            options |= {"padded": True, "assignment_mode": train.assignment_mode if train is not None else "free"}
+            options["padded"] = True
         options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
         options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)

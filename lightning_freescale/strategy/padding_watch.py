@@ -66,6 +66,8 @@ class PaddingWatch:
         elif self._sorted:
             self._train.pad_from(*following, padded=False)
         self._train.padding = padding or "none"
+        if padding != "batch" and padding != "fixed" and (choice := self._train.settle_counts(*following)) is not None:
+            rank_zero_info(f"strategy 'freescale': {choice}")
         if padding == "fixed":
             self._train.padded_length = self._detector.padded_length
             self._tell_fixed(sampler)

@@ -55,7 +55,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: _balance(window=1), ["BalanceOptions(window=1)"]),
     (lambda: _balance(slow_ranks="rebalance"), ["slow_ranks='rebalance'", "calibrate=True"]),
     (lambda: _balance(slow_ranks="ignore"), ["slow_ranks='ignore'"]),
-    (lambda: _balance(count_slack=0.9), ["count_slack=...", "assignment_mode='fixed'"]),
+    (lambda: _balance(count_slack=0.9), ["count_slack=...", "assignment_mode='auto'"]),
     (lambda: _balance(assignment_mode="zigzag", window=True), ["window=True", "assignment_mode='zigzag'"]),
     (lambda: _balance(assignment_mode="zigzag", rank_speeds=[1.0, 0.5]), ["rank_speeds=...", "assignment_mode='zigzag'"]),
     (lambda: {**LENGTHS, "stream": StreamOptions()}, ["stream=..."]),

@@ -158,16 +158,52 @@ def test_other_batches_are_balanced_as_before() -> None:
             torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
 
 
+DEAR = np.where(np.arange(SAMPLES) % 16 == 0, 5.0, 1.0)
+"""Costs of which equal counts leave the rank with a dear sample above the mean."""
+
+
+def _with_dear_samples() -> dict[str, dict[str, Any]]:
+    options: dict[str, Any] = {"collate": "none", "cost": DEAR, "epochs": 1}
+    return {
+        "as drawn": _fit(**options, balance=False),
+        "found out": _fit(**options, balance=_balance()),
+        "said": _fit(**options, balance=_balance(padding="none")),
+        "no lengths": _fit(**options, lengths=None, balance=_balance()),
+        "given": _fit(**options, balance=_balance(assignment_mode="fixed")),
+        "unweighted": _fit(**options, balance=_balance(), loss_reduction="unweighted", target_counts=None),
+        "alike": _fit("none", cost=np.ones(SAMPLES), epochs=1, balance=_balance()),
+    }
+
+
+def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> None:
+    ranks = run_distributed(_with_dear_samples, 2, timeout=240)
+    for found in ranks:
+        modes = {name: case["mode"] for name, case in found.items() if name != "as drawn"}
+        chosen = dict.fromkeys(("found out", "said", "no lengths"), "slack")
+        assert modes == {**chosen, "given": "fixed", "unweighted": "fixed", "alike": "fixed"}
+        for name in chosen:
+            for weight, value in found[name]["weights"].items():
+                expected = found["as drawn"]["weights"][weight]
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=f"{name}: {weight}")
+    told = {name: case["told"] for name, case in ranks[0].items()}
+    assert "unequal numbers of samples (assignment_mode='slack')" in told["found out"] and "from step 0 on" in told["said"]
+    assert "ranks hold equal numbers of samples (assignment_mode='fixed')" in told["alike"]
+    assert not any("numbers of samples" in told[name] for name in ("as drawn", "given", "unweighted"))
+    counts = [[case["told"] for case in found.values()] for found in ranks[1:]]
+    assert not any("numbers of samples" in each for each in counts[0]), "rank 0 alone says it"
+
+
 def _stopped_and_resumed(collate: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    path = f"{folder}/stopped.ckpt"
-    whole = _fit(collate, balance=_balance(), callbacks=[SaveAt(7, path)])
-    return whole, _fit(collate, checkpoint=path, balance=_balance())
+    path, cost = f"{folder}/stopped.ckpt", DEAR if collate == "none" else "auto"
+    whole = _fit(collate, balance=_balance(), cost=cost, callbacks=[SaveAt(7, path)])
+    return whole, _fit(collate, checkpoint=path, cost=cost, balance=_balance())
 
 
-@pytest.mark.parametrize("collate", ["batch", "fixed"])
+@pytest.mark.parametrize("collate", ["batch", "fixed", "none"])
 def test_a_resumed_run_plans_as_the_one_before_to_the_bit(collate: str, tmp_path: Path) -> None:
     for whole, resumed in run_distributed(_stopped_and_resumed, 2, collate, str(tmp_path)):
         assert resumed["shapes"] == whole["shapes"][7:] and resumed["padding"] == whole["padding"] == collate
+        assert resumed["mode"] == whole["mode"]
         for name, value in resumed["weights"].items():
             assert torch.equal(value, whole["weights"][name]), name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ class History:
         # number of the last step and every rank's memory of each of the same windows
         self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
         self.added = 0
+
+    def note_assignment(self, assignment: str | None) -> None:
+        """Note how samples are assigned to the ranks by now."""
+        self._run = replace(self._run, assignment=assignment)
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank, and what their plans say; nothing is known of them if not given."""
