@@ -285,8 +285,10 @@ class FreeScaleDataModule(LightningDataModule):
 
     def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
         """Return the balanced loader of this rank."""
-        epoch = 0
+        epoch, weighs = 0, self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
         if self.trainer is not None:
+            if isinstance(self.train, MapStyleData) and not weighs:
+                self.train.forget_choices()  # of a checkpoint
             _refuse_trainer(self.trainer, self.balance_options.calibrate, self.loss_reduction, self.train)
             epoch = self.trainer.current_epoch
         if isinstance(self.train, IterableData):
@@ -294,7 +296,8 @@ class FreeScaleDataModule(LightningDataModule):
             return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
         limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
         sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated, limit)
-        self._settle_counts(self.train, sampler)
+        if weighs:
+            self._settle_counts(self.train, sampler)
         self._reload_next_epoch(self.train.epoch_is_cut_anew)
         if sampler.fill is not None:
             _tell_fill(sampler)
@@ -303,10 +306,9 @@ class FreeScaleDataModule(LightningDataModule):
         )
 
     def _settle_counts(self, train: MapStyleData, sampler: BalancedSampler) -> None:
-        """Choose how many samples the ranks hold, where batches are known to be jagged and the strategy weighs the loss."""
+        """Choose how many samples the ranks hold, where batches are known to be jagged."""
         jagged = train.padding == "none" or train.lengths is None
-        weighs = self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
-        if train.counts_are_settled or not (jagged and weighs):
+        if train.counts_are_settled or not jagged:
             return
         if (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
             rank_zero_info(f"FreeScaleDataModule: {choice}")

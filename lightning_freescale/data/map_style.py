@@ -115,9 +115,9 @@ class MapStyleData:
             refuse_options("batch_cost=, which cuts steps by their costs", options, "tokens")
         if self.budget is not None:
             _refuse_with_budget(options, balance, drop_last, shuffle)
-        chooses = options.assignment_mode == "auto"
+        self._chooses = options.assignment_mode == "auto"
         self._mode = options.assignment_mode
-        if chooses:
+        if self._chooses:
             self._mode = "fixed" if self.budget is None else "free"
         slack: dict[str, Any] = {"count_slack": options.count_slack} if self._mode == "slack" else {}
         self.may_pad = balance and self.budget is None and options.keep_together is None and self._mode != "zigzag"
@@ -127,8 +127,8 @@ class MapStyleData:
                 "batch_cost=, keep_together=, balance=False and assignment_mode='zigzag'"
             )
         weighs = loss_reduction != "unweighted"
-        self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if chooses and weighs else {}
-        self._chooses_counts = chooses and weighs and balance and self.budget is None and options.keep_together is None
+        self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if self._chooses and weighs else {}
+        self._chooses_counts = self._chooses and weighs and balance and self.budget is None and options.keep_together is None
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -190,6 +190,11 @@ class MapStyleData:
         """Mode of :func:`~lightning_freescale.balance.assign` in the steps that no loader has read."""
         changed = self._padded_steps[-1][2] if self._padded_steps else {}
         return str(changed.get("assignment_mode", self._mode))
+
+    @property
+    def padding_is_known(self) -> bool:
+        """Whether the first batches need not be observed: how they are padded is known, and to which length."""
+        return self.padding in ("none", "batch") or self.padded_length is not None
 
     @property
     def plans_padding(self) -> bool:
@@ -332,6 +337,8 @@ class MapStyleData:
         self.counts_are_settled = True
         if sampler is None or not self._chooses_counts or sampler.num_replicas == 1 or sampler.window > 1:
             return None
+        if max(self.micro_batches.candidates) > 1:  # a rank with few samples would leave all ranks few micro-batches
+            return None
         steps = range(sampler.first_step, len(sampler))[:_COMPARED_STEPS]
         plans = [sampler.step_plan(sampler.epoch, each) for each in steps]
         equal, unequal = (report_plans(in_mode(mode, plans), planned=0).lower_bound for mode in ("fixed", "slack"))
@@ -345,6 +352,12 @@ class MapStyleData:
             f"from step {step} on ranks hold unequal numbers of samples (assignment_mode='slack'): the slowest rank computes "
             f"{unequal:.3f} times the mean at least, with equal numbers {equal:.3f} times"
         )
+
+    def forget_choices(self) -> None:
+        """Plan as before anything was found out, for a strategy that weighs no losses; what was given stays."""
+        if self._chooses and self._given_padding != "batch":
+            self.padding, self.padded_length, self.counts_are_settled = self._given_padding, None, False
+            self._padded_steps.clear()
 
     def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
         costs = None if refit.model is None else partial(self._refitted_costs, refit.model)

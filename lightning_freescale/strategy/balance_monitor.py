@@ -59,7 +59,7 @@ class BalanceMonitor:
             self._calibrator = CostCalibrator(trainer, data, self._times, group)
         train = map_style_data(trainer)
         self._padding = None
-        if train is not None and train.padding == "auto" and train.lengths is not None:
+        if train is not None and train.lengths is not None and not train.padding_is_known:
             self._padding = PaddingWatch(train, self._gather)
         self.autopilot = new_autopilot(self._gather, self._times)
 

@@ -33,6 +33,7 @@ class PaddingWatch:
 
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather
+        self._given_fixed = train.padding == "fixed"  # the length is to be found out alone
         self._detector = PaddingDetector()
         self._steps, self._sorted, self._sorted_seen = 0, False, False
 
@@ -61,10 +62,16 @@ class PaddingWatch:
                 self._sorted = True
                 self._train.pad_from(*following, assignment_mode="fixed", count_slack=None)
             return False
-        if padding == "batch":
+        if padding == "batch" and not self._given_fixed:
             self._plan_for_padding(sampler, following)
         elif self._sorted:
             self._train.pad_from(*following, padded=False)
+        if self._given_fixed and padding != "fixed":
+            rank_zero_info(
+                "strategy 'freescale': BalanceOptions(padding='fixed'), but the first batches do not show one length: "
+                "padding='auto' finds out how they are padded"
+            )
+            return True
         self._train.padding = padding or "none"
         if padding != "batch" and padding != "fixed" and (choice := self._train.settle_counts(*following)) is not None:
             rank_zero_info(f"strategy 'freescale': {choice}")

@@ -62,6 +62,7 @@ class Slow(Recommender):
 
 
 def _loader(data: Samples, **options: Any) -> FreeScaleDataModule:
+    options = {"balance": BalanceOptions(assignment_mode="fixed"), **options}
     return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **options)
 
 

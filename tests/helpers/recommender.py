@@ -15,7 +15,7 @@ from lightning_freescale.data import BalanceOptions
 
 ITEMS, CATEGORIES, DIM = 50, 13, 8
 FEATURES = ["history", "candidate", "category"]
-REPEATS = BalanceOptions(calibrate=False)
+REPEATS = BalanceOptions(assignment_mode="fixed", calibrate=False)
 """Of runs that are compared to the bit: no plan depends on the clock."""
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),

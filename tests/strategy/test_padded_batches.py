@@ -133,6 +133,8 @@ def _others() -> dict[str, dict[str, Any]]:
     options: dict[str, Any] = {"balance": _balance(), "epochs": 1}
     return {
         "fixed": _fit("fixed", **options),
+        "said": _fit("fixed", balance=_balance(padding="fixed"), epochs=1),
+        "wrong": _fit("batch", balance=_balance(padding="fixed"), epochs=2),
         "none": _fit("none", **options),
         "auto": _fit(micro_batches="auto", **options),
         "cut": _fit(lengths=DRAWN, batch_size=24, micro_batches=3, balance=_balance(), epochs=5),
@@ -153,6 +155,8 @@ def test_other_batches_are_balanced_as_before() -> None:
         if rank == 0:
             told = found["fixed"]["told"]
             assert f"every batch is padded to {CAP}" in told and "times fewer tokens" in told
+            assert f"every batch is padded to {CAP}" in found["said"]["told"]
+            assert "do not show one length" in found["wrong"]["told"] and found["wrong"]["padding"] == "fixed"
             assert "padded" not in found["none"]["told"] and "balanced as if they were not" in found["alike"]["told"]
         for weight, value in found["none"]["weights"].items():
             torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
@@ -234,6 +238,20 @@ def test_another_strategy_is_refused_as_it_weighs_no_loss() -> None:
     data.trainer = trainer(devices=2, strategy="ddp")
     with pytest.raises(ValueError, match="freescale"):
         data.train_dataloader()
+
+
+@pytest.mark.parametrize(("padding", "mode"), [("none", "slack"), ("batch", "free")])
+def test_a_checkpoint_goes_on_under_another_strategy_as_drawn_for_it(padding: Any, mode: str) -> None:
+    """What was chosen for a strategy that weighs losses is chosen anew, or left out."""
+    plan: dict[str, Any] = {"padded": padding == "batch", "assignment_mode": mode}
+    before, data = (FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=_balance()) for _ in range(2))
+    before.train.pad_from(0, 3, **plan)
+    before.train.padding = padding
+    data.train.load_state_dict(before.train.state_dict(1, 0, 2), 0, 2)
+    assert data.train.assignment_mode == mode
+    data.trainer = trainer(devices=2, strategy="ddp")
+    data.train_dataloader()
+    assert (data.train.assignment_mode, data.train.padding, data.train.plans_padding) == ("fixed", "auto", False)
 
 
 class Sized(Histories):
