@@ -40,8 +40,9 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _follow(page: Path, folder: Path) -> None:
-    """Save and run block after block; the files of the quick start lie there already."""
-    save_files(DOCS / "quick_start.md", folder)
+    """Save and run block after block; the files of the quick start and of the tutorial lie there already."""
+    for earlier in ("quick_start.md", "tutorial.md"):
+        save_files(DOCS / earlier, folder)
     printed = ""
     for number, block in enumerate(blocks(page)):
         assert block.language in LANGUAGES, f"{page.name}: nobody runs a block of {block.language!r}"
