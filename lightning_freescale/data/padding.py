@@ -68,8 +68,10 @@ class PaddingDetector:
 
 
 def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
+    if not batches:
+        return None, None
     by_place = [{place: (kind, shape) for place, kind, shape in shapes.tensors} for shapes in batches]
-    shared = [place for place in (by_place[0] if batches else ()) if all(place in tensors for tensors in by_place)]
+    shared = [place for place in by_place[0] if all(place in tensors for tensors in by_place)]
     places = [[tensors[place] for tensors in by_place] for place in shared]
     places = [place for place in places if len({len(shape) for _, shape in place}) == 1]
     dense = [place for place in places if place[0][0] != "jagged"]
@@ -81,7 +83,11 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
     if not any(padded) and differ and any(_follows_total(place, batches) for place in places):
         return "none", None
     longest = [shapes.longest for shapes in batches]
-    length = _fixed_length(dense, padded, batches) if len(set(longest)) >= _SOME else None
+    length = _fixed_length(dense, padded, batches)
+    # no multiple explains padding so far beyond the longest sample; else the longest ones must differ
+    beyond = any(padded) and length is not None and length > max(longest) + _MULTIPLES[-1] + max(OFFSETS)
+    if len(set(longest)) < _SOME and not beyond:
+        length = None
     # batches that all reach the length, or the multiple below it, do not exclude that a later one is shorter
     multiple = max(each for each in _MULTIPLES if (length or 1) % each == 0)
     if length is None or (min(longest) + max(OFFSETS) > length - multiple and len(batches) < _MANY):

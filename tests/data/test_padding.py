@@ -227,6 +227,17 @@ def test_equally_long_samples_tell_nothing(collate: Callable[[Samples], Any]) ->
     assert verdict(observed(collate, shortest=12, longest=12, samples=12)) == (None, None)
 
 
+@pytest.mark.parametrize(("length", "found"), [(400, "fixed"), (128, None)])
+def test_samples_of_nearly_one_length_far_below_the_padded_length_tell(length: int, found: str | None) -> None:
+    """A length that rounding to a multiple would explain stays open."""
+    detector = PaddingDetector()
+    for step in range(STEPS):
+        samples = draw(step, shortest=60, longest=62)
+        lengths = np.array([len(each) for each in samples])
+        detector.observe([shapes_of({"items": fixed(samples, length), "label": torch.zeros(len(samples), 300)}, lengths)])
+    assert (detector.padding, detector.padded_length) == (found, length if found else None)
+
+
 def test_batches_of_one_sample() -> None:
     assert verdict(observed(padded, samples=1)) == (None, None), "padded or concatenated, they are the same"
     assert verdict(observed(lambda s: fixed(s, 80), samples=1)) == ("fixed", 80)
