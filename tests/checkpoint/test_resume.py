@@ -22,6 +22,8 @@ from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, assert_continued,
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
 
+BUDGETED = BalanceOptions(calibrate=False)
+
 
 def at_epoch_end(path: Path) -> ModelCheckpoint:
     return ModelCheckpoint(path.parent, filename=path.stem, save_on_train_epoch_end=True, every_n_epochs=1)
@@ -45,7 +47,7 @@ WORKERS, SHARDED = {"num_workers": 2}, {"checkpoint": "sharded"}
 RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "adagrad": (2, 8, {}),
     "sharded buckets": (3, 4, ORDER | {"strategy": SHARDED}),
-    "tokens": (2, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100}}),
+    "tokens": (2, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100, "balance": BUDGETED}}),
     "buckets": (4, STEPS, ORDER),
     "rowwise": (1, 8, ROWWISE | {"data": WORKERS}),
     "adam": (3, STEPS, ADAM | {"data": WORKERS}),
@@ -150,10 +152,10 @@ class Plain(Seen):
         return self.net(batch["label"][:, None]).mean()
 
 
-TOKENS = {"samples": 64, "data": {"batch_tokens": 100}}
+TOKENS = {"samples": 64, "data": {"batch_tokens": 100, "balance": BUDGETED}}
 OTHERS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any]]] = {
     "more ranks": (2, 3, 4, {}, {}),
-    "another budget": (2, 2, 3, TOKENS, {"data": {"batch_tokens": 70}}),
+    "another budget": (2, 2, 3, TOKENS, {"data": {"batch_tokens": 70, "balance": BUDGETED}}),
     "fewer ranks": (3, 2, 8, {"data": WORKERS}, {}),
     "one rank, a smaller batch": (2, 1, 12, {}, {"batch_size": 3}),
     "larger steps without tables": (1, 1, 25, {"make": Plain, "samples": 80}, {"batch_size": 16}),
