@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from hstu import CollateWithNegatives, HSTURecommender
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from metrics import FullRank
 from numpy.typing import NDArray
 from sasrec import PADDING, SASRec
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import HistoryDataset
+from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 UNSEEN = 100
 """Items that the user has never seen, among which papers of SASRec rank the target."""
@@ -151,7 +151,10 @@ class SoftmaxSASRec(SASRec):
         nn.init.normal_(self.positions.weight, std=position_std)
         self.lr, self.warm_up, self.cool_down = lr, warm_up, cool_down
         self.scores = nn.ModuleDict(
-            {f"{stage}{among}": FullRank(10) for stage in ("val", "test") for among in ("", f"_of_{UNSEEN}")}
+            {
+                name: RankingMetrics(top_k=10, prefix=f"{name}_")
+                for name in (f"{stage}{among}" for stage in ("val", "test") for among in ("", f"_of_{UNSEEN}"))
+            }
         )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -187,10 +190,11 @@ class SoftmaxSASRec(SASRec):
         rated, target = self.rate(batch["history"]), batch["target"][:, 0]
         some = torch.cat([target[:, None], batch["unseen"]], dim=1)
         names = (stage, f"{stage}_of_{UNSEEN}")
-        self.scores[names[1]].update(rated.gather(1, some), torch.zeros_like(target))
-        self.scores[names[0]].update(rated.index_put(tuple(batch["seen"]), rated.new_tensor(float("-inf"))), target)
+        masked = rated.index_put(tuple(batch["seen"]), rated.new_tensor(float("-inf")))
+        self.scores[names[0]].update(target_ranks(masked, target))
+        self.scores[names[1]].update(target_ranks(rated.gather(1, some), torch.zeros_like(target)))
         for name in names:
-            self.log_dict({f"{name}_{at}": value for at, value in self.scores[name].by_name().items()}, on_epoch=True)
+            self.log_dict(self.scores[name], on_epoch=True)
 
 
 class WeighedSASRec(SoftmaxSASRec):

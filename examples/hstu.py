@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from metrics import FullRank
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.data import collate_histories
+from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 POSITIONS, TIMES = 16, 40  # buckets of the relative bias, by powers of two
 QUERIES = 128  # attention goes through a history in blocks of this many queries, each against its own past only
@@ -145,7 +145,7 @@ class HSTURecommender(L.LightningModule):
         apply_optimizer_in_backward(RowWiseAdagrad, self.items.parameters(), {"lr": item_lr})
         self.blocks = nn.ModuleList(HSTUBlock(dim, heads) for _ in range(layers))
         self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(dim)
-        self.scores = nn.ModuleDict({stage: FullRank(10) for stage in ("val", "test")})
+        self.scores = nn.ModuleDict({stage: RankingMetrics(top_k=10, prefix=f"{stage}_") for stage in ("val", "test")})
 
     def forward(self, items: Tensor, lengths: list[int], times: Tensor) -> Tensor:
         """What each position predicts, ``[total length, dim]``, from the item embeddings of the same shape."""
@@ -204,5 +204,5 @@ class HSTURecommender(L.LightningModule):
 
     def _score(self, stage: str, batch: dict[str, Any]) -> None:
         metric = self.scores[stage]
-        metric.update(self._rate(batch), batch["target"])
-        self.log_dict({f"{stage}_{name}": value for name, value in metric.by_name().items()}, on_epoch=True, prog_bar=True)
+        metric.update(target_ranks(self._rate(batch), batch["target"]))
+        self.log_dict(metric, on_epoch=True, prog_bar=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from metrics import FullRank
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 PADDING = 0  # items are counted from 1
@@ -64,7 +64,7 @@ class SASRec(L.LightningModule):
         self.positions = nn.Embedding(max_length, dim)
         layer = nn.TransformerEncoderLayer(dim, heads, dim, dropout, batch_first=True, norm_first=True)
         self.layers, self.norm = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.LayerNorm(dim)
-        self.scores = FullRank(10)
+        self.scores = RankingMetrics(top_k=10)
 
     def forward(self, rows: Tensor, known: Tensor) -> Tensor:
         """What each position predicts, ``[samples, longest, dim]``, from item rows of that shape and which are no padding."""
@@ -89,8 +89,8 @@ class SASRec(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Rank the held-out item among all items the user has not seen."""
-        self.scores.update(self.rate(batch["ids"][0]), batch["target"])
-        self.log_dict(self.scores.by_name(), on_epoch=True, prog_bar=True)
+        self.scores.update(target_ranks(self.rate(batch["ids"][0]), batch["target"]))
+        self.log_dict(self.scores, on_epoch=True, prog_bar=True)
 
     def rate(self, history: Tensor) -> Tensor:
         """How well each item, padding and those already seen last, would be next; shape ``[samples, num_items + 1]``."""

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "profiling": {"_code_place", "_objects", "_version", "_worker"},
     "data": {"_worker", "_objects", "_torchrec", "_walk", "balance", "comm"},
     "losses": set(),
+    "metrics": set(),
     "embeddings": {"_objects", "_torchrec", "_walk", "_worker", "comm"},
     "checkpoint": {"_objects", "_version", "embeddings"},
     "_lightning": {"balance", "comm", "profiling"},

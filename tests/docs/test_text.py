@@ -137,7 +137,7 @@ def test_the_pages_have_the_figures_of_the_results() -> None:
 
 # -- names
 
-ROOMS = ["", ".balance", ".data", ".losses", ".profiling", ".comm", ".simulator", ".testing"]
+ROOMS = ["", ".balance", ".data", ".losses", ".metrics", ".profiling", ".comm", ".simulator", ".testing"]
 
 
 def _public(module: ModuleType) -> set[str]:
