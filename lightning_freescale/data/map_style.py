@@ -409,12 +409,16 @@ class MapStyleData:
         self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
 
     def know_padding(self, state: dict[str, Any]) -> None:
-        """Go by what a checkpoint's run has found out about padding, unless ``padding`` was given."""
+        """Go by what a checkpoint's run has found out and chosen, unless ``padding`` or ``assignment_mode`` was given."""
         steps, padding = state.get("padded_steps", []), state.get("padding", "auto")
         if self.padding in ("auto", padding) and (self.may_pad or not steps):
             self.padding, self.padded_length = padding, state.get("padded_length")
             self.counts_are_settled = state.get("counts_are_settled", False)
-            self._padded_steps = [(epoch, step, plan) for epoch, step, plan in steps]
+            chosen = () if self._chooses else ("slack", "free")
+            self._padded_steps = [
+                (epoch, step, {"padded": plan.get("padded", True)} if plan.get("assignment_mode") in chosen else plan)
+                for epoch, step, plan in steps
+            ]
 
     def _load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
         self.refits = {}

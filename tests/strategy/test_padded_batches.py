@@ -219,6 +219,19 @@ def test_a_checkpoint_does_not_overrule_what_is_given() -> None:
     assert not given.train.plans_padding and not given.train.resumed_sampler(0, 2, 1).is_padded(1, 0)
 
 
+@pytest.mark.parametrize(("padded", "chosen"), [(False, "slack"), (True, "free")])
+def test_a_checkpoint_does_not_overrule_the_counts_that_are_given(padded: bool, chosen: str) -> None:
+    before = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=_balance())
+    before.train.pad_from(0, 3, padded=padded, assignment_mode=chosen)
+    before.train.padding = "batch" if padded else "none"
+    for mode, expected in (("fixed", "fixed"), ("auto", chosen)):
+        data = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=_balance(assignment_mode=mode))
+        data.train.load_state_dict(before.train.state_dict(1, 0, 2), 0, 2)
+        sampler = data.train.resumed_sampler(0, 2, 1)
+        assert data.train.assignment_mode == expected and data.train.plans_padding == padded
+        assert sampler.options_in(1, 0)["assignment_mode"] == expected and sampler.is_padded(1, 0) == padded
+
+
 @pytest.mark.parametrize(
     ("options", "given", "named"),
     [
