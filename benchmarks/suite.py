@@ -2,8 +2,8 @@
 
 They stand in suite.cfg. Each writes its result into benchmarks/results, which remembers what it was before; ``make figures``
 then writes the pages anew. A name may be a group; ``--list`` shows all. Those of the group ``quick`` write nothing and demand
-something instead: they are for use before a release, and take under three minutes together. One run at a time, on a machine
-that does nothing else.
+something instead: they are for use before a release, and take under three minutes together. Those of the group ``gpu`` need a
+GPU. One run at a time, on a machine that does nothing else.
 
 Data sets that are not in the project are read from ``--data``: ml-1m.seqs.npz (``offsets``: where each user's history begins),
 gowalla.train.txt.gz and yelp.txt.gz (a user and the items on every line); others' published code from ``--peers``, where
@@ -16,6 +16,7 @@ import argparse
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +44,8 @@ def main() -> None:
     if unknown:
         parser.error(f"{', '.join(unknown)}: there is no such run or group; --list shows all")
     names = [each for name in options.names for each in groups.get(name, [name])]
+    if (for_gpu := set(names) & set(groups["gpu"])) and shutil.which("nvidia-smi") is None:
+        parser.error(f"{', '.join(sorted(for_gpu))}: their results are of a GPU, and there is none")
     commands = {name: _command(name, runs[name], options, parser) for name in names}
     for name in set(names) - set(groups["quick"]):
         commands[name] += ["--json", str(RESULTS / f"{name}.json")]
