@@ -1,7 +1,8 @@
 """SASRec over a plain ``nn.Embedding``: from a file of ratings to a served model.
 
 ``python examples/sasrec.py`` trains on two ranks, whose table of items is sharded, saves an ordinary checkpoint, loads it into
-the plain module, and asks that what to recommend. Source: Kang and McAuley, Self-Attentive Sequential Recommendation
+the plain module, and asks that what to recommend. With ``--loss ce`` the loss is a softmax over all items, whose table is not
+sharded. Source: Kang and McAuley, Self-Attentive Sequential Recommendation
 (arXiv 1808.09781).
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.losses import catalogue_cross_entropy
 from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
@@ -52,10 +54,18 @@ class SASRec(L.LightningModule):
         layers: number of attention layers.
         heads: attention heads per layer.
         dropout: everywhere.
+        loss: ``"bce"``, against one item that was not next, or ``"ce"``, over all items.
     """
 
     def __init__(
-        self, num_items: int, max_length: int = 200, dim: int = 48, layers: int = 2, heads: int = 1, dropout: float = 0.2
+        self,
+        num_items: int,
+        max_length: int = 200,
+        dim: int = 48,
+        layers: int = 2,
+        heads: int = 1,
+        dropout: float = 0.2,
+        loss: str = "bce",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -64,7 +74,7 @@ class SASRec(L.LightningModule):
         self.positions = nn.Embedding(max_length, dim)
         layer = nn.TransformerEncoderLayer(dim, heads, dim, dropout, batch_first=True, norm_first=True)
         self.layers, self.norm = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.LayerNorm(dim)
-        self.scores = RankingMetrics(top_k=10)
+        self.scores, self.loss = RankingMetrics(top_k=10), loss
 
     def forward(self, rows: Tensor, known: Tensor) -> Tensor:
         """What each position predicts, ``[samples, longest, dim]``, from item rows of that shape and which are no padding."""
@@ -74,12 +84,16 @@ class SASRec(L.LightningModule):
         return self.norm(self.layers(x, mask=later, src_key_padding_mask=~known, is_causal=True))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Binary cross-entropy of each target against its negative; the mean over the rank's targets."""
+        """Return the mean over the rank's targets."""
         known = batch["ids"][0] != PADDING
-        rows, target, negative = self.items(batch["ids"])
-        predicted = self(rows, known)[known]
-        better = (predicted * target[known]).sum(1), (predicted * negative[known]).sum(1)
-        loss = -(nn.functional.logsigmoid(better[0]) + nn.functional.logsigmoid(-better[1])).mean()
+        if self.loss == "ce":
+            predicted = self(self.items(batch["ids"][0]), known)[known]
+            loss = catalogue_cross_entropy(predicted, self.items.weight[1:], batch["ids"][1][known] - 1)
+        else:
+            rows, target, negative = self.items(batch["ids"])
+            predicted = self(rows, known)[known]
+            better = (predicted * target[known]).sum(1), (predicted * negative[known]).sum(1)
+            loss = -(nn.functional.logsigmoid(better[0]) + nn.functional.logsigmoid(-better[1])).mean()
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -113,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--max-length", type=int, default=200)
+    parser.add_argument("--loss", choices=["bce", "ce"], default="bce", help="bce: one negative; ce: softmax over all items")
     parser.add_argument("--out", type=Path, default=Path("sasrec.ckpt"), help="the checkpoint (default: sasrec.ckpt)")
     options = parser.parse_args()
     L.seed_everything(0)
@@ -120,9 +135,10 @@ def main() -> None:
     data = FreeScaleDataModule.from_interactions(RATINGS, **columns, max_length=options.max_length, batch_size=32)
     num_items = data.histories.num_items
     data.collate_fn = lambda samples: collate(samples, num_items)
-    model = SASRec(num_items, options.max_length)
+    model = SASRec(num_items, options.max_length, loss=options.loss)
+    sharded = ["items"] if options.loss == "bce" else []  # a softmax over all items needs the whole table
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(shard=["items"]), accelerator="auto", devices=2, max_epochs=options.epochs,
+        strategy=FreeScaleStrategy(shard=sharded), accelerator="auto", devices=2, max_epochs=options.epochs,
         callbacks=[BubbleProfiler()], logger=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(model, data)
