@@ -114,7 +114,7 @@ def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
     shares = {name: float(share) for name, share in profiler.report.shares.items()}
     report.row(model=model, way=way, bubble=float(profiler.report.bubble), **shares, **idle)
     report.figure(f"{model}_{way}_bubble", float(profiler.report.bubble))
-    print(profiler.report.document(series=False)["verdict"], flush=True)
+    print(profiler.report, flush=True)
 
 
 def _busy(fit: Fit) -> float:

@@ -177,6 +177,7 @@ class BubbleProfiler(Callback):
         reason, report = f"{type(exception).__name__}: {exception}".strip(": "), None
         try:
             if self._profiler is not None:  # else the run was not training
+                self._profiler.note_assignment(assignment_of(trainer))
                 report = self._profiler.write_interrupted_report(reason)
         finally:
             self._stop_profiling(report)

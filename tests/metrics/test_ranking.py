@@ -115,7 +115,7 @@ class _Logging(L.LightningModule):
 
 def _validated() -> list[dict[str, float]]:
     mine = _mine(dist.get_rank(), 2)
-    loader = DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader(mine, batch_size=None)
     fitted = trainer(devices=2, strategy="ddp")
     module = _Logging()
     return [{name: float(value) for name, value in fitted.validate(module, loader, verbose=False)[0].items()} for _ in range(2)]

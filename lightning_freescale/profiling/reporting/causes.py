@@ -280,7 +280,7 @@ def _padding(document: Document, gain: float) -> BubbleVerdict:
 
 
 def idle_in_compute(document: Document) -> float:
-    """Return the share of the time in which the devices ran nothing beyond what bubbles explain; 0 if nobody knows.
+    """Return the share of the time in which the devices ran nothing beyond what bubbles explain; 0 if that is unknown.
 
     The host that launches kernels is slower under torch.profiler, so this is an upper bound.
     """

@@ -125,8 +125,8 @@ def _device(document: Mapping[str, Any]) -> str | None:
     if seen is None:
         return None
     shares = {name: [share for share in seen[name] if share is not None] for name in ("idle", "compute", "other")}
-    told = ", ".join(f"{name} {np.mean(known):.1%}" for name, known in shares.items() if known)
-    return f"devices in {seen['steps']} steps under torch.profiler, which slows the host down: {told} (mean over ranks)"
+    parts = ", ".join(f"{name} {np.mean(known):.1%}" for name, known in shares.items() if known)
+    return f"devices in {seen['steps']} steps under torch.profiler, which slows the host down: {parts} (mean over ranks)"
 
 
 def _padding(document: Mapping[str, Any]) -> str | None:
