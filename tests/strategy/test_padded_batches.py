@@ -174,6 +174,7 @@ def _with_dear_samples() -> dict[str, dict[str, Any]]:
         "said": _fit(**options, balance=_balance(padding="none")),
         "no lengths": _fit(**options, lengths=None, balance=_balance()),
         "given": _fit(**options, balance=_balance(assignment_mode="fixed")),
+        "in parts": _fit(**options, balance=_balance(padding="none"), micro_batches=2),
         "unweighted": _fit(**options, balance=_balance(), loss_reduction="unweighted", target_counts=None),
         "alike": _fit("none", cost=np.ones(SAMPLES), epochs=1, balance=_balance()),
     }
@@ -184,7 +185,7 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
     for found in ranks:
         modes = {name: case["mode"] for name, case in found.items() if name != "as drawn"}
         chosen = dict.fromkeys(("found out", "said", "no lengths"), "slack")
-        assert modes == {**chosen, "given": "fixed", "unweighted": "fixed", "alike": "fixed"}
+        assert modes == {**chosen, **dict.fromkeys(("given", "in parts", "unweighted", "alike"), "fixed")}
         for name in chosen:
             for weight, value in found[name]["weights"].items():
                 expected = found["as drawn"]["weights"][weight]
@@ -192,7 +193,7 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
     told = {name: case["told"] for name, case in ranks[0].items()}
     assert "unequal numbers of samples (assignment_mode='slack')" in told["found out"] and "from step 0 on" in told["said"]
     assert "ranks hold equal numbers of samples (assignment_mode='fixed')" in told["alike"]
-    assert not any("numbers of samples" in told[name] for name in ("as drawn", "given", "unweighted"))
+    assert not any("numbers of samples" in told[name] for name in ("as drawn", "given", "in parts", "unweighted"))
     assert not any("numbers of samples" in case["told"] for case in ranks[1].values()), "rank 0 alone says it"
 
 
