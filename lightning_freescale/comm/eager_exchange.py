@@ -96,8 +96,7 @@ class EagerExchange:
             self._peer = link.peer
             link.receive.wait(timeout)
             link.unpack(incoming, number, kind, self._p2p.ranks)
-            with unprofiled:
-                link.receive = gloo.recv([link.incoming], link.peer, _TAG)
+            link.post(gloo)
         for link, send in zip(links, sends):
             self._peer = link.peer
             send.wait(timeout)
@@ -147,6 +146,16 @@ class _Parts:
         return [flat[at : at + (size if size > longer_than else 0)] for at, size in zip(self.starts, self.lengths)]
 
 
+class _FailedReceive:
+    """A receive that could not be posted; to wait for it raises why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def wait(self, timeout: timedelta) -> NoReturn:
+        raise RuntimeError(self._reason)
+
+
 class _Link:
     """The memory of the messages to and from one peer, and the receive that is posted for the next."""
 
@@ -156,8 +165,16 @@ class _Link:
         self.peer, self._short_bytes = peer, short_bytes
         self._written, self._read = (memoryview(bytearray(_START + short_bytes)) for _ in range(2))
         self.outgoing, self.incoming = (torch.frombuffer(each, dtype=torch.uint8) for each in (self._written, self._read))
+        self.post(gloo)
+
+    def post(self, gloo: Any) -> None:
+        """Post the receive for the next message."""
         with unprofiled:
-            self.receive = gloo.recv([self.incoming], peer, _TAG)
+            try:
+                self.receive = gloo.recv([self.incoming], self.peer, _TAG)
+            except RuntimeError as error:
+                # the peer has closed its connections after this exchange: that is an error of the next one only
+                self.receive = _FailedReceive(str(error))
 
     def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
         """Return the message for the peer: the head, and its part if that is short."""

@@ -148,6 +148,28 @@ def test_an_exchange_may_have_a_timeout_of_its_own() -> None:
     assert all(0.3 < seconds < TIMEOUT / 2 for seconds in run_distributed(_own_timeout, 2))
 
 
+def _after_a_peer_has_closed() -> tuple[list[float], str]:
+    """What a rank receives from one that closes its connections right after the exchange, and the error of the next one."""
+    group = make_group()
+    rank, received = group.rank(), torch.empty(2)
+    if rank:  # it reads the message once rank 0 has left
+        unpack = eager_exchange._Link.unpack
+        eager_exchange._Link.unpack = lambda *arguments: (time.sleep(0.5), unpack(*arguments))
+    group.exchange(received, torch.full((2,), 1.0 + rank), [1, 1], [1, 1])
+    if rank == 0:
+        group.abort()
+        return received.tolist(), ""
+    with pytest.raises(dist.DistBackendError) as caught:
+        group.exchange(received, received, [1, 1], [1, 1])
+    return received.tolist(), str(caught.value)
+
+
+def test_an_exchange_is_whole_if_a_peer_closes_after_it() -> None:
+    (first, _), (second, error) = run_distributed(_after_a_peer_has_closed, 2)
+    assert first == second == [1.0, 2.0]
+    assert "rank 0" in error
+
+
 def _part(source: int, target: int) -> bytes:
     return b"" if (source + target) % 3 == 0 else bytes([source, target]) * (1 + 1000 * source)
 
