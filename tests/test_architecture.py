@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "data": {"_worker", "_objects", "_torchrec", "_walk", "balance", "comm"},
     "losses": set(),
     "metrics": set(),
-    "embeddings": {"_objects", "_torchrec", "_walk", "_worker", "comm"},
+    "embeddings": {"_objects", "_torchrec", "_walk", "_worker", "comm", "losses"},
     "checkpoint": {"_objects", "_version", "embeddings"},
     "_lightning": {"balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},

@@ -17,6 +17,7 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.modules.embedding_configs import DataType
 
+from lightning_freescale.embeddings.embedding_choice import tied_modules
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
 from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name
 
@@ -76,6 +77,7 @@ class Collection:
         need_indices: whether it returns the ids as the weights of its JaggedTensors.
         embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
         weighted: whether it is an EmbeddingBagCollection that multiplies each row by a weight of its id.
+        ties: modules that have the weight of the ``nn.Embedding`` as theirs, such as an output layer.
     """
 
     path: str
@@ -89,10 +91,23 @@ class Collection:
     need_indices: bool
     embedding: bool = False
     weighted: bool = False
+    ties: tuple[str, ...] = ()
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
-        return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases))
+        return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases, *self.ties))
+
+    def tie(self, root: nn.Module, module: Any) -> None:
+        """Give the modules that share the weight of the ``nn.Embedding`` that of ``module``, which stands in its place."""
+        for path in self.ties:
+            holder: Any = root.get_submodule(path)
+            holder.__dict__.pop("weight", None)
+            holder._parameters["weight"] = module._parameters["weight"]
+            if hasattr(module, "freescale_sharding"):
+                # no parameter: state dicts have it by the name that strategies and checkpoints give the table
+                del holder._parameters["weight"]
+                holder.__dict__["weight"] = module.catalogue_weight()
+                holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of an unsharded ``module`` at ``path`` by their names in the whole module's state dict."""
@@ -128,7 +143,8 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
         elif is_managed(module) or type(module) in _KINDS:
             found.append((_describe(path, tuple(aliases), module), module))
         elif module in embeddings:
-            found.append((_describe_embedding(path, tuple(aliases), module), module))
+            ties = tuple(tied_modules(root, _embedding_weight(module)))
+            found.append((_describe_embedding(path, tuple(aliases), ties, module), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
                 f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
@@ -195,11 +211,12 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
     return Collection(path, aliases, *builders, tables, sharder, pooled, managed, need_indices, weighted=weighted)
 
 
-def _describe_embedding(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
+def _describe_embedding(path: str, aliases: tuple[str, ...], ties: tuple[str, ...], module: Any) -> Collection:
     rows, dim, padding = module.num_embeddings, module.embedding_dim, module.padding_idx
     table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding)
     builders = (
         partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta")),
         partial(as_collection, path, rows, table.kernel_dim),
     )
-    return Collection(path, aliases, *builders, (table,), EmbeddingSharder(dim, padding), False, False, False, embedding=True)
+    kind = {"pooled": False, "managed": False, "need_indices": False, "embedding": True}
+    return Collection(path, aliases, *builders, (table,), EmbeddingSharder(dim, padding), **kind, ties=ties)

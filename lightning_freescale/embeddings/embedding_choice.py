@@ -79,9 +79,19 @@ def _tables(plain: Mapping[str, nn.Embedding]) -> dict[str, dict[str, nn.Embeddi
     """Return the modules of each table by its first path: several that share a weight look up one table."""
     found: dict[tuple[int, int | None], dict[str, nn.Embedding]] = {}
     for path, module in plain.items():
-        key = id(module._parameters.get("weight", module)), module.padding_idx
+        key = id(_weight_of(module) if _weight_of(module) is not None else module), module.padding_idx
         found.setdefault(key, {})[path] = module
     return {next(iter(tied)): tied for tied in found.values()}
+
+
+def _weight_of(module: nn.Module) -> nn.Parameter | None:
+    return module._parameters.get("weight")
+
+
+def tied_modules(root: nn.Module, weight: nn.Parameter | None) -> list[str]:
+    """Return the paths of the modules under ``root`` that have the weight of an ``nn.Embedding`` as theirs, such as a head."""
+    held = root.named_modules(remove_duplicate=False)
+    return [path for path, module in held if _weight_of(module) is weight is not None and not isinstance(module, nn.Embedding)]
 
 
 def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Embedding]) -> str:
@@ -97,7 +107,8 @@ def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Em
 
 def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str | None:
     """Return why a sharded table would not do what the modules of one weight do, and a fix; None if it would."""
-    if len(tied) > 1 and any(module.weight.is_meta for module in tied.values()):
+    shared = len(tied) > 1 or any(tied_modules(root, module.weight) for module in tied.values() if _weight_of(module) is not None)
+    if shared and any(module.weight.is_meta for module in tied.values()):
         return f"{[*tied]} share a weight on the meta device, where they cannot be initialised as one: build it on the CPU"
     obstacles = (_obstacle(path, module) or _other_use(root, path, module, tied) for path, module in tied.items())
     return next((reason for reason in obstacles if reason is not None), None)
@@ -122,14 +133,15 @@ def _obstacle(path: str, module: nn.Embedding) -> str | None:
 
 
 def _other_use(root: nn.Module, path: str, module: nn.Embedding, tied: Mapping[str, nn.Embedding]) -> str | None:
-    """Return which module that is not ``tied`` to it has the weight of ``module``, and a fix; None if none has."""
+    """Return which module that is not ``tied`` to it has the weight of ``module`` otherwise than as its weight, and a fix."""
     for holder, other in root.named_modules():
         for name, parameter in other.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is module.weight and other not in tied.values():
                 also = f"the weight of {path!r} is also {(f'{holder}.{name}' if holder else name)!r}"
                 if isinstance(other, nn.Embedding) and other.padding_idx != module.padding_idx:
                     return f"{also}, but padding_idx is {module.padding_idx} and {other.padding_idx}: give both the same"
-                return f"{also}, which needs all of its rows on every rank: untie them"
+                if isinstance(other, nn.Embedding) or name != "weight":
+                    return f"{also}, and only a module that has it as its 'weight' can share it: name it so, or untie them"
     return None
 
 

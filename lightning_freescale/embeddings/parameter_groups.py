@@ -34,8 +34,8 @@ class ParameterGroups:
     """
 
     def __init__(self, optimizer: Optimizer, sharding: TableSharding) -> None:
-        names = {parameter: name for name, parameter in sharding.root.named_parameters()}
         key_of = {weight: key for key, weight in sharding.parameters.items()}
+        names = {parameter: name for name, parameter in sharding.root.named_parameters()} | key_of
         self.root = sharding.root
         self.step, self.updates = 0, sharding.updates
         self.tables = frozenset(sharding.parameters)

@@ -13,6 +13,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from typing_extensions import override
 
+from lightning_freescale.embeddings.catalogue_weight import CatalogueWeight
+
 
 class EmbeddingIds(KeyedJaggedTensor):
     """The ids of one call of an embedding, as TorchRec takes them: one feature of one sample that has them all.
@@ -73,12 +75,12 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
     @override
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise RuntimeError(
-                f"{self.path}.weight is sharded, this rank has some of its {self.num_embeddings} rows only: read a copy of all "
-                f"by trainer.strategy.full_weight({self.path!r}), on every rank; or, if the model computes with it, leave "
-                f"{self.path!r} out of FreeScaleStrategy(shard=...)"
-            )
+            return self.catalogue_weight()
         return super().__getattr__(name)
+
+    def catalogue_weight(self) -> CatalogueWeight:
+        """Return what stands for the whole weight in the model's code."""
+        return CatalogueWeight(self._parameters["weight"], self.path, range(self.num_embeddings), self.embedding_dim)
 
     @override
     def extra_repr(self) -> str:

@@ -29,7 +29,14 @@ from lightning_freescale.embeddings.planning import (
     padded_plan,
     row_wise_planner,
 )
-from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, shards_of
+from lightning_freescale.embeddings.shards import (
+    Shard,
+    ShardedTables,
+    ShardingRecord,
+    kernels,
+    refuse_whole_use,
+    shards_of,
+)
 from lightning_freescale.embeddings.sparse_adam import new_state
 
 _ROWS_AT_ONCE = 2**20
@@ -82,11 +89,13 @@ class TableSharding:
             else:
                 self._read_in_backward(collection, module)
             replace_everywhere(root, module, blueprint)
+            collection.tie(root, blueprint)
 
     def restore(self) -> None:
         """Put the collections back that were there before, if an optimizer was refused."""
-        for _, module, blueprint in self._replaced:
+        for collection, module, blueprint in self._replaced:
             replace_everywhere(self.root, blueprint, module)
+            collection.tie(self.root, module)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer hold the blueprints in the places of the unsharded weights that it was built over.
@@ -160,6 +169,7 @@ class TableSharding:
                     fill_id_remappings(collection, module, original)
         for (collection, original, blueprint), module in zip(self._replaced, modules):
             replace_everywhere(self.root, blueprint, module)
+            collection.tie(self.root, module)
             self._refuse_gradients(collection, original)
         return ShardedTables(list(zip(collections, modules)))
 
@@ -276,6 +286,7 @@ def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str
         leaf = nn.Parameter(view.detach())
         leaf._in_backward_optimizers = view._in_backward_optimizers  # type: ignore[attr-defined]
         leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, table.key, "this rank's part of the weight"))
+        leaf.freescale_catalogue = partial(refuse_whole_use, table.key)  # type: ignore[attr-defined]
         leaf.requires_grad_(blueprint[table.key].requires_grad)  # torch takes the hook only from one that requires grad
         held[name] = leaf
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -190,6 +190,15 @@ class ShardedTables:
             for kernel in kernels(module):
                 held = [keys[spec.name] for spec in kernel._config.embedding_tables]
                 prepare_kernel(kernel.emb_module, {key: settings[key] for key in held})
+
+
+def refuse_whole_use(key: str) -> NoReturn:
+    """Raise because a loss asks for all rows of a sharded table where no engine gives them."""
+    raise ValueError(
+        f"a loss over all rows of the sharded table {key!r}: they are there while the strategy trains or evaluates, and not with "
+        "exchange='torchrec', overlapped or not. Compute it in a step, pass another exchange, or leave an nn.Embedding out of "
+        f"shard=; trainer.strategy.full_weight({key.removesuffix('.weight')!r}) reads a copy of the table"
+    )
 
 
 def prepare_kernel(module: Any, settings: Mapping[str, UpdateSettings]) -> None:

@@ -147,7 +147,7 @@ def test_under_autocast_products_are_short_and_sums_are_not(chunk: Any) -> None:
     ],
 )
 def test_the_error_names_the_argument(change: dict[str, Any], named: str) -> None:
-    given = {"hidden": torch.ones(2, DIM), "weight": torch.ones(ITEMS, DIM), "targets": torch.zeros(2, dtype=torch.int64)}
+    given = {"hidden": torch.ones(2, DIM), "table": torch.ones(ITEMS, DIM), "targets": torch.zeros(2, dtype=torch.int64)}
     with pytest.raises(ValueError, match=named):
         catalogue_cross_entropy(**{**given, **change})
 

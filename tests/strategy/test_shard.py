@@ -104,7 +104,7 @@ class Looks(PlainModel):
             assert torch.equal(found, whole.encoder.item_emb(each)) and found.shape == (*each.shape, DIM)
             found += 1
         looks = {
-            "weight": lambda: item.weight,
+            "weight": lambda: item.weight.square(),
             "list": lambda: item([1]),
             "id": lambda: item(torch.tensor([77])),
             "unknown": lambda: strategy.full_weight("encoder.items"),
@@ -279,4 +279,4 @@ def test_refused(caplog: pytest.LogCaptureFixture) -> None:
         assert "ValueError" in momentum[0] and "momentum=0.9" in momentum[0] and "'encoder.item_emb.weight'" in momentum[0]
         assert "'kind_embs'" in unknown[0] and "'kind_emb'?" in unknown[0]
         assert momentum[1] == unknown[1] == ["Embedding"] * 3, "the module is as it was"
-        assert "kind_emb.weight is sharded" in tied[0] and "full_weight('kind_emb')" in tied[0]
+        assert "kind_emb.weight" in tied[0] and "full_weight('kind_emb')" in tied[0] and "logsumexp" in tied[0]

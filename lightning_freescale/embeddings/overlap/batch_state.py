@@ -121,6 +121,8 @@ class PipelinedBatch:
         updates: whether an optimizer step follows it; else its gradients are kept for the next one.
         held: whether its gradients, with those kept before, are held by the owners until they are clipped.
         compared: whether its rows were compared with those of the batch after it.
+        changes_all: whether every row of a table may be updated after it: no row of the batch after it is fetched before that.
+        whole_used: whether its loss is over all rows of a table.
         any_submitted: whether any rank has submitted its ids ahead.
         submitted: whether this rank has.
         all_submitted: whether all have, without error or disagreement.
@@ -151,6 +153,8 @@ class PipelinedBatch:
     updates: bool = True
     held: bool = False
     compared: bool = True
+    changes_all: bool = False
+    whole_used: bool = False
     any_submitted: bool = False
     submitted: bool = False
     all_submitted: bool = False

@@ -99,6 +99,7 @@ class OverlappedCollection:
         self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
         self._step = 0
         self._write_counts: list[int] | None = None
+        self._whole_used = False  # by a loss of an earlier step
 
     @property
     def layout(self) -> RowLayout:
@@ -128,7 +129,8 @@ class OverlappedCollection:
         if restart and not before.current.updates:
             self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
         jobs.current.updates, jobs.current.settings = updates, settings
-        jobs.current.held = updates and self._hold_gradients
+        jobs.current.held = updates and (self._hold_gradients or self._whole_used)
+        jobs.current.changes_all = updates and self._whole_used
         return jobs.current.mode
 
     def change_settings(self, settings: Sequence[UpdateSettings]) -> None:
@@ -191,6 +193,46 @@ class OverlappedCollection:
             raise lookup.error
         self._worker.hand_over(lookup.rows, lookup.places)
         return lookup.rows.index_select(0, lookup.places)
+
+    # -- a loss over all rows of a table
+
+    def begin_whole_use(self, table: int) -> None:
+        """Bring all updates of the steps before into the tables, for a loss of this step over all rows of one. Collective.
+
+        From this step on the owners hold all gradients until the loss's are there, so that a row has one update per step.
+        """
+        jobs, batch = self.jobs, self.jobs.current
+        if batch.gradient_sent:
+            errors.late_lookup(self.path)
+        for each in (self, *self.others):
+            each.jobs.announce_in_time()
+        self._worker.await_rows(jobs.updated)
+        if not self.is_frozen(table):
+            self._whole_used = batch.whole_used = True
+            batch.held, batch.compared = batch.updates, not batch.updates
+
+    def add_gradient(self, table: int, gradient: Tensor) -> None:
+        """Add a gradient of all rows of a table that this rank owns, shape ``[rows, dim]``, to those of the step."""
+        first = self._local.first_row(table)
+        rows = torch.arange(first, first + len(gradient), device=gradient.device)
+        self._worker.submit(self._exchange.row_updates.kept.accumulate, rows, gradient)
+
+    def is_frozen(self, table: int) -> bool:
+        """Return whether the current step leaves a table as it is."""
+        return self._settings[table].frozen
+
+    def local_weight(self, table: int) -> Tensor:
+        """Return this rank's rows of a table: a live view, shape ``[rows, dim]``.
+
+        Raises:
+            ValueError: they are in a cache of the GPU.
+        """
+        return self._local.weight(table)
+
+    def local_rows(self, table: int, ids: Tensor) -> Tensor:
+        """Return at which place among this rank's rows of a table each row is; no place of one for those of other ranks."""
+        first = self.layout.starts[self.layout.places[self._local.rank]] + self._local.first_row(table)
+        return self.layout.keys(table, ids) - first
 
     # -- between steps
 

@@ -101,7 +101,8 @@ class OverlapEngine:
         for collection, module, found in layouts:
             parts = [self._overlapped(part, module, layout, order) for part, layout in found]
             if parts:
-                self.modules[collection.path] = ModuleForward(collection, module, parts, self._evaluation)
+                forward = ModuleForward(collection, module, parts, self._evaluation, tables)
+                self.modules[collection.path] = forward
                 self._evaluation.modules[collection.path] = parts
         self._introduce()
 
@@ -198,6 +199,7 @@ class OverlapEngine:
         agreed: dict[str, int] = {}
         default = UpdateSettings(step)
         for path, module in self.modules.items():
+            module.forget_copies()
             mode = (modes or {}).get(path, ModeProposal())
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
@@ -259,6 +261,8 @@ class OverlapEngine:
         """Hand over, after backward, what it has not handed over itself."""
         for collection in self.collections.values():
             collection.jobs.end()
+            if not self._hold_gradients:  # those of a loss over all rows are whole now
+                collection.jobs.apply_gradients()
 
     @property
     def updates(self) -> bool:
@@ -343,6 +347,8 @@ class OverlapEngine:
         """
         self.drain()
         yield
+        for module in self.modules.values():
+            module.forget_copies()
         for collection in self.collections.values():
             collection.discard_prefetched()
 

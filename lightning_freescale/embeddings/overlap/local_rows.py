@@ -192,6 +192,7 @@ class LocalRows:
     Attributes:
         clip_value: as given.
         count: rows owned.
+        rank: as given.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class LocalRows:
         self._weights = [table.weight[:, :dim] for table in self._tables]
         self._cached = {index: kernel for kernel in self.kernels if kernel.cached for index in kernel.tables}
         self._first_rows = layout.first_row[rank].to(layout.device)
+        self.rank = rank
         self.count = layout.rows_of(rank)
 
     @classmethod
@@ -231,6 +233,22 @@ class LocalRows:
             else:
                 found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
         return cls(layout, rank, found, collection.tables[0].dim, clip_value)
+
+    def first_row(self, table: int) -> int:
+        """Return the number of the first row of a table."""
+        return int(self.layout.first_row[self.rank, table])
+
+    def weight(self, table: int) -> Tensor:
+        """Return all rows of a table that this rank owns: a live view, shape ``[rows, dim]``.
+
+        Raises:
+            ValueError: the newest values may be in a cache of the GPU.
+        """
+        if table in self._cached:
+            name = self.layout.tables[table].name
+            raise ValueError(f"all rows of table {name!r}, which is cached on the GPU: plan it in the GPU's memory")
+        found = [weight for held, weight in zip(self._tables, self._weights) if held.index == table]
+        return found[0] if found else torch.empty(0, self.dim, device=self.layout.device)
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.overlap import errors
+from lightning_freescale.embeddings.overlap.catalogue_table import CatalogueTable
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.outputs import BagOutput, SequenceOutput, without_weights
+from lightning_freescale.embeddings.shards import ShardedTables, refuse_whole_use
 
 
 class ModuleForward:
@@ -24,6 +27,7 @@ class ModuleForward:
         module: TorchRec's sharded module.
         parts: its tables by width.
         evaluation: makes the lookups outside of steps.
+        tables: all sharded tables.
 
     Attributes:
         collection: as given.
@@ -31,7 +35,12 @@ class ModuleForward:
     """
 
     def __init__(
-        self, collection: Collection, module: Any, parts: Sequence[OverlappedCollection], evaluation: Evaluation
+        self,
+        collection: Collection,
+        module: Any,
+        parts: Sequence[OverlappedCollection],
+        evaluation: Evaluation,
+        tables: ShardedTables,
     ) -> None:
         self.collection, self.parts = collection, parts
         self._module = module
@@ -39,13 +48,23 @@ class ModuleForward:
         self._output = output(collection, [part.layout for part in parts])
         self._evaluation = evaluation
         module.forward = self.forward
+        self._catalogues = {}
+        for table in collection.tables:
+            number = next(i for i, part in enumerate(parts) if table.name in {each.name for each in part.layout.tables})
+            self._catalogues[table.key] = CatalogueTable(table, parts[number], self.rows, number, tables)
+        for key, weight in self._weights():
+            weight.freescale_catalogue = self._catalogues[key]
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
         # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
         module.freescale_sharding.checks.enabled = False
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         """Return what the unsharded collection would."""
-        ids, in_step = self.ids_of(features), self.parts[0].jobs.open
+        return self._output(features, self.rows(self.ids_of(features)))
+
+    def rows(self, ids: KeyedJaggedTensor) -> list[Tensor]:
+        """Return the rows of a lookup by part, each of shape ``[ids, dim]`` in the order of its layout's features."""
+        in_step = self.parts[0].jobs.open
         if not in_step:
             rows = self._evaluation.rows(self.collection.path, ids)
             if torch.is_grad_enabled():
@@ -57,7 +76,7 @@ class ModuleForward:
         else:
             noted = [part.note(ids) for part in self.parts]  # of all, before any waits: other ranks wait for what they look up
             rows = [part.rows(lookup) for part, lookup in zip(self.parts, noted)]
-        return self._output(features, rows)
+        return rows
 
     def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return what of a lookup the other ranks have to know."""
@@ -68,9 +87,20 @@ class ModuleForward:
         for part in self.parts:
             part.drain()
 
+    def forget_copies(self) -> None:
+        """Let go of copies of whole tables, because these change."""
+        for catalogue in self._catalogues.values():
+            catalogue.forget()
+
+    def _weights(self) -> list[tuple[str, Any]]:
+        held = self.collection.parameters(self._module)
+        return [(key, held[key]) for key in self._catalogues]
+
     def close(self, farewell: bool) -> None:
         """Give TorchRec's forward back, and end the exchanges."""
         del self._module.forward
+        for key, weight in self._weights():
+            weight.freescale_catalogue = partial(refuse_whole_use, key)
         self._state_dict_hook.remove()
         self._module.freescale_sharding.checks.enabled = True
         for part in self.parts:

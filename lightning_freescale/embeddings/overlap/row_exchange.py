@@ -17,7 +17,8 @@ collections once its forward has ended; and one that looks up more than it had s
 or of C. Its rows were not compared with those of the next batch, so in that step all rows count as colliding.
 
 Where gradients are clipped by more than their own row, all of them go with C, the owners hold them, and the update waits, and
-with it D, until they are clipped.
+with it D, until they are clipped. So they do where a loss is over all rows of a table, until its gradient is there. Every row
+changes then: nothing is compared, and all rows go with D.
 """
 
 from __future__ import annotations
@@ -182,9 +183,11 @@ class RowExchange:
         following.any_submitted = NextIds.REQUESTED in states
         following.submitted = states[self._rank] == NextIds.REQUESTED
         following.all_submitted = set(states) == {NextIds.REQUESTED}
-        if following.any_submitted:
+        if current.changes_all:
+            current.compared = False
+        elif following.any_submitted:
             self._route.give_others(following, current, *self._collisions.compare(following, current))
-        else:
+        if not following.any_submitted:
             following.request, following.incoming = self._no_rows, self._route.no_incoming
         if current.updates:
             self._collisions.begin_window(following.number)
@@ -195,8 +198,8 @@ class RowExchange:
         Without a lookup, serve those of others in the same way.
         """
         kind, request, wrong = self._ask_for([] if lookup is None else [lookup.features])
-        # others may be sending gradients: their slots have to be there
-        given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
+        # others may be sending gradients: their slots have to be there, also if the loss has come to hold them meanwhile
+        given = self._nothing_given if self._waits_for_ids() or not current.updates else self._all_of(current)
         given = replace(given, requested=self._nothing_given.requested)
         sent = IdsToSend(NextIds.TOLD, request)
         heads, incoming, _ = self._route.exchange_ids(sent, current, kind, given, self.transport.rows(0))
@@ -228,7 +231,7 @@ class RowExchange:
         given = self._given_in_time(current)
         if anew is not None:
             given = replace(given, requested=self._nothing_given.requested)
-        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None, before=current.incoming)
+        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None or current.whole_used, before=current.incoming)
         heads, incoming, gradients = self._until_served(sent, current, lookup, given, current.gradient)
         self.row_updates.count_step(current, any(head.moves for head in heads))
         self._route.count_gradients("colliding", given)

@@ -1,0 +1,209 @@
+"""A sharded table whose rows a loss over all items uses: in training each rank's own rows, else a copy of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.comm_ops import get_gradient_division
+
+from lightning_freescale.embeddings.collections import Table
+from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.shards import ShardedTables
+
+_ROWS_AT_ONCE = 2**18
+"""That are looked up together for a copy of the whole table."""
+
+Rows = Callable[[KeyedJaggedTensor], list[Tensor]]
+"""Looks rows up outside of the autograd graph, see :meth:`ModuleForward.rows`."""
+
+
+class CatalogueTable:
+    """Gives losses the rows of a table; the attribute ``freescale_catalogue`` of its weight.
+
+    Args:
+        table: the table.
+        part: has it in training.
+        look_up: looks rows up in the module of ``part``.
+        number: which of the module's parts ``part`` is.
+        tables: all sharded tables.
+    """
+
+    def __init__(
+        self, table: Table, part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables
+    ) -> None:
+        self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
+        self._features = [feature for feature, _ in part.layout.features]
+        self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
+        self._whole: Tensor | None = None
+
+    def __call__(self) -> Tensor | CatalogueShard:
+        """Return this rank's rows for a loss that trains them; without gradients a copy of the whole table. Collective.
+
+        Raises:
+            ValueError: outside of a training step, where nothing would be trained; or the table has no whole rows here.
+        """
+        if not torch.is_grad_enabled():
+            return self.whole()
+        return self.shard()
+
+    def shard(self) -> CatalogueShard:
+        """Return this rank's rows, with all updates of the steps before, for a loss of the current step. Collective."""
+        key = self.table.key
+        if self._part.layout.tables[self.index].dim != self.table.dim:
+            raise ValueError(
+                f"a loss over all rows of {key!r}: its plan splits the columns, and a rank has no whole row. Shard it row-wise, "
+                "as without plan="
+            )
+        if not self._part.jobs.open:
+            raise ValueError(
+                f"a loss over all rows of {key!r} outside of a training step would not train them: compute it in "
+                f"training_step, or under torch.no_grad(); full_weight({key.removesuffix('.weight')!r}) is a copy of the table"
+            )
+        self._part.begin_whole_use(self.index)
+        return CatalogueShard(self)
+
+    def whole(self) -> Tensor:
+        """Return a copy of the table in the order of the ids, which lasts until the next step. Collective."""
+        if self._whole is None:
+            rows, place = self.table.rows, self._features.index(self.table.features[0])
+            parts = []
+            with torch.no_grad():
+                for start in range(0, rows, _ROWS_AT_ONCE):
+                    ids = torch.arange(start, min(rows, start + _ROWS_AT_ONCE), device=self._tables.device)
+                    lengths = [len(ids) if place == other else 0 for other in range(len(self._features))]
+                    features = KeyedJaggedTensor(
+                        self._features, ids, lengths=torch.tensor(lengths, device=ids.device), length_per_key=lengths, stride=1
+                    )
+                    parts.append(self._look_up(features)[self._number])
+            self._whole = torch.cat(parts)
+        return self._whole
+
+    def forget(self) -> None:
+        """Let go of the copy, because the table changes."""
+        self._whole = None
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows: a live view, shape ``[rows, dim]``."""
+        return self._part.local_weight(self.index)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the step updates the table."""
+        return not self._part.is_frozen(self.index)
+
+    def places(self, items: Tensor) -> Tensor:
+        """Return which of this rank's rows each item is, int64; -1 for those of other ranks."""
+        here = self._part.local_rows(self.index, items)
+        return torch.where((here >= 0) & (here < len(self.weight)), here, -1)
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Which items this rank's rows are: int64 of shape ``[rows]``."""
+        every = torch.arange(self.table.rows, device=self._tables.device)
+        places = self.places(every)
+        mine = places >= 0
+        return torch.empty(len(self.weight), dtype=torch.int64, device=every.device).index_copy_(0, places[mine], every[mine])
+
+    def positions(self, count: int) -> RankPositions:
+        """Return the positions of all ranks. Collective."""
+        return RankPositions(self._tables.group, self._tables.message_device(), count)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add to the gradient of the step's update of this rank's rows, summed over all ranks."""
+        self._part.add_gradient(self.index, gradient.div_(self._tables.group.size()) if get_gradient_division() else gradient)
+
+
+class CatalogueShard:
+    """This rank's rows of a table, or of its items from ``start`` to ``stop - 1``; see :class:`.CatalogueRows`."""
+
+    def __init__(self, table: CatalogueTable, start: int = 0, stop: int | None = None) -> None:
+        self._table, self._start = table, start
+        stop = table.table.rows if stop is None else stop
+        self.items, self.weight = stop - start, table.weight
+        self.trained = torch.empty(0, device=self.weight.device, requires_grad=table.trains)
+        self.excluded: Tensor | None = None
+        if self.items < table.table.rows:
+            device = self.weight.device
+            others = torch.cat([torch.arange(start, device=device), torch.arange(stop, table.table.rows, device=device)])
+            places = table.places(others)
+            self.excluded = places[places >= 0]
+
+    def limited(self, start: int, stop: int) -> CatalogueShard:
+        """Return the same for some of the items."""
+        return CatalogueShard(self._table, self._start + start, self._start + stop)
+
+    def positions(self, count: int) -> RankPositions:
+        """Return the positions of all ranks. Collective."""
+        return self._table.positions(count)
+
+    def places(self, items: Tensor) -> Tensor:
+        """Return which of ``weight`` each item is."""
+        return self._table.places(items + self._start)
+
+    def select(self, by_item: Tensor) -> Tensor:
+        """Return what a tensor of all items has for ``weight``; anything for rows that are excluded."""
+        return by_item[self._places_of_rows]
+
+    def spread(self, by_row: Tensor) -> Tensor:
+        """Return a tensor of all items that has ``by_row`` for those of this rank."""
+        return by_row.new_zeros(self.items).index_add_(0, self._places_of_rows, by_row)
+
+    def take_gradient(self, gradient: Tensor) -> None:
+        """Hand the gradient of ``weight`` to the step's update."""
+        self._table.add_gradient(gradient)
+
+    @property
+    def _places_of_rows(self) -> Tensor:
+        return (self._table.ids - self._start).clamp_(0, self.items - 1)
+
+
+class RankPositions:
+    """The positions of all ranks in one call of a loss; see :class:`.Positions`.
+
+    Args:
+        group: of the exchange.
+        device: of the tensors that it sends.
+        count: positions of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
+        self._group, self._device, self._count = group, device, count
+        counts = torch.empty(group.size(), dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
+        self._counts = counts.tolist()
+
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return what all ranks give, in one message. Collective."""
+        flat = [each.detach().reshape(self._count, each[:1].numel() or each.shape[1:].numel()).contiguous() for each in tensors]
+        octets = torch.cat([each.view(torch.uint8) for each in flat], dim=1).to(self._device)
+        most, width = max(self._counts), octets.shape[1]
+        mine = torch.nn.functional.pad(octets, (0, 0, 0, most - self._count))
+        came = mine.new_empty(len(self._counts), most, width)
+        if most:
+            dist.all_gather_into_tensor(came.view(-1), mine.view(-1), group=self._group)
+        every = torch.cat([part[:count] for part, count in zip(came, self._counts)]).to(tensors[0].device)
+        columns = every.split([each.shape[1] * each.element_size() for each in flat], dim=1)
+        found = zip(columns, tensors)
+        return tuple(each.contiguous().view(like.dtype).view(-1, *like.shape[1:]) for each, like in found)
+
+    def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Begin to send each rank what this rank's rows have for its positions. Collective."""
+        width, ranks = values.shape[1:].numel(), len(self._counts)
+        sent = values.contiguous().to(self._device).view(-1)
+        came = sent.new_empty(ranks * self._count * width)
+        gets, gives = [self._count * width] * ranks, [count * width for count in self._counts]
+        work: Any = dist.all_to_all_single(came, sent, gets, gives, group=self._group, async_op=True) if any(gives) else None
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return came.to(values.device).view(ranks, self._count, *values.shape[1:])
+
+        return wait
