@@ -144,6 +144,8 @@ class _ChunkedLoss(torch.autograd.Function):
         keeps = len(every) * len(rows.weight) <= _KEPT_LOGITS and any(ctx.needs_input_grad)
         ctx.kept = [] if keeps else None
         found = torch.zeros(len(every), 3 if label_smoothing else 2, dtype=ctx.sums, device=states.device)
+        tops = found.new_full((len(every),), -math.inf)
+        found[:, 0] = tops  # of a shard without rows
         for part, logits in _chunks(ctx, every, bias_here):
             if label_smoothing:
                 found[part, 2] = logits.sum(1)
@@ -152,50 +154,51 @@ class _ChunkedLoss(torch.autograd.Function):
                     found[part, 2] -= logits[:, rows.excluded].sum(1)
                 logits[:, rows.excluded] = -math.inf
             here = (places[part] >= 0).nonzero()[:, 0]
-            found[part, 0] = logits.logsumexp(1)
             found[part, 1].index_copy_(0, here, logits[here, places[part][here]])
+            tops[part] = logits.amax(1).clamp_(min=torch.finfo(ctx.sums).min)  # also where no row is an item
+            exponentials = logits.sub_(tops[part, None]).exp_()
+            found[part, 0] = exponentials.sum(1).log_().add_(tops[part])
             if ctx.kept is not None:
-                ctx.kept.append(logits)
+                ctx.kept.append(exponentials)
         by_shard = positions.to_ranks(found)()
         norms, hits = by_shard[..., 0].logsumexp(0), by_shard[..., 1].sum(0)
         if label_smoothing:
             hits = torch.lerp(hits, by_shard[..., 2].sum(0) / rows.items, label_smoothing)
-        ctx.save_for_backward(every, rows.weight, bias_here, places, norms)
+        ctx.save_for_backward(every, rows.weight, bias_here, places, tops, norms)
         return norms - hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        every, weight, bias, places, norms = ctx.saved_tensors
+        every, weight, bias, places, tops, norms = ctx.saved_tensors
         rows, positions = ctx.rows, ctx.positions
+        kept, ctx.kept = ctx.kept, None  # changed in place below, so of one backward alone
         of_states, of_weight, of_bias = (
             torch.zeros(shape, dtype=ctx.sums, device=weight.device) if needed else None
             for shape, needed in zip((every.shape, weight.shape, weight.shape[:1]), ctx.needs_input_grad)
         )
-        norms, gradient = positions.gather(norms, gradient.to(ctx.sums))
+        norms, factors = positions.gather(norms, gradient.to(ctx.sums) / ctx.temperature)
+        of_exponentials = factors if kept is None else (tops - norms).exp_() * factors
         short = weight.to(ctx.products)
-        kept, ctx.kept = ctx.kept, None  # changed in place below, so of one backward alone
-        parts = _parts(len(every), ctx.size)
         held: list[tuple[slice, Tensor]] = []
-        for part, logits in _chunks(ctx, every, bias) if kept is None else zip(parts, kept):
+        recomputed = _chunks(ctx, every, bias)
+        for part, found in recomputed if kept is None else zip(_parts(len(every), ctx.size), kept):
             if kept is None:
                 _add_weight_gradient(of_weight, every, held, ctx)
-                if rows.excluded is not None:
-                    logits[:, rows.excluded] = -math.inf
-            of_logits = logits.sub_(norms[part, None]).exp_()
+                found.sub_(norms[part, None]).exp_()
+            of_logits = found.mul_(of_exponentials[part, None])
             if ctx.smoothing:
-                of_logits -= ctx.smoothing / rows.items
-                if rows.excluded is not None:
-                    of_logits[:, rows.excluded] = 0.0
+                of_logits -= ctx.smoothing / rows.items * factors[part, None]
+            if rows.excluded is not None:
+                of_logits[:, rows.excluded] = 0.0
             here = (places[part] >= 0).nonzero()[:, 0]
-            of_logits[here, places[part][here]] += ctx.smoothing - 1
-            of_logits.mul_(gradient[part, None] / ctx.temperature)
+            of_logits[here, places[part][here]] += (ctx.smoothing - 1) * factors[part][here]
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
-            factors = of_logits.to(ctx.products)
+            short_of_logits = of_logits.to(ctx.products)
             if of_states is not None:
-                of_states[part] = (factors @ short).to(ctx.sums)
-            held.append((part, factors))
+                of_states[part] = (short_of_logits @ short).to(ctx.sums)
+            held.append((part, short_of_logits))
         # the states' gradients travel while the weight's are computed: those of all chunks that are kept, else of the last one
         sent = None if of_states is None else positions.to_ranks(of_states)
         _add_weight_gradient(of_weight, every, held, ctx)
@@ -210,9 +213,9 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_weight_gradient(of_weight: Tensor | None, every: Tensor, held: list[tuple[slice, Tensor]], ctx: Any) -> None:
     """Add the gradients of the weight by some chunks, and let go of these."""
     while held:
-        part, factors = held.pop(0)
+        part, of_logits = held.pop(0)
         if of_weight is not None:
-            of_weight += factors.T @ every[part]
+            of_weight += of_logits.T @ every[part]
 
 
 def _parts(positions: int, size: int) -> Iterator[slice]:
@@ -223,8 +226,8 @@ def _chunks(ctx: Any, every: Tensor, bias: Tensor | None) -> Iterator[tuple[slic
     """Yield the logits of some positions at a time, divided by the temperature."""
     with torch.autocast(ctx.kind, enabled=False):
         short = ctx.rows.weight.to(ctx.products).T
-        for part in _parts(len(every), ctx.size):
+        for part in _parts(len(every) if len(ctx.rows.weight) else 0, ctx.size):
             logits = (every[part] @ short).to(ctx.sums)
             if bias is not None:
                 logits += bias
-            yield part, logits.div_(ctx.temperature)
+            yield part, logits if ctx.temperature == 1 else logits.div_(ctx.temperature)
