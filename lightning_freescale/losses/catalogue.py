@@ -45,7 +45,7 @@ def catalogue_cross_entropy(
     Args:
         hidden: states that predict an item, shape ``[..., dim]``.
         table: a row for each item: the weight of shape ``[items, dim]``, or a module that has it as its ``weight``, such as an
-            ``nn.Embedding`` or a table of a TorchRec collection, ``collection.embeddings["items"]``.
+            ``nn.Embedding`` or a table of a TorchRec collection, ``collection.embeddings["item"]``.
         targets: the item of each state, int64 of shape ``[...]``.
         bias: shape ``[items]``.
         ignore_index: target of the positions that do not count.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,10 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.losses import catalogue_cross_entropy
-from tests.helpers.overlap_training import Case, compared
+from lightning_freescale.testing import run_distributed
+from tests.checkpoint.test_resume_inside_a_window import SaveAfterBatches
+from tests.helpers.fabric_loop import fabric_for
+from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures, fit
+from tests.helpers.recommender import REPEATS
 
 ITEMS, DIM, LENGTH, STEPS = 41, 8, 5, 5
 OPTIMIZERS: dict[str, Any] = {
@@ -246,3 +253,164 @@ CASES = {
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_as_under_ddp(ranks: int) -> None:
     assert compared(ranks, CASES, "ddp", SHARD, **CLOSE) == []
+
+
+def _changes_over(path: Path, optimizer: str) -> dict[str, list[Any]]:
+    case = of(lambda: Tied(optimizer))
+    ways = {"resumed": (SHARD, SHARD), "to ddp": (SHARD, "ddp"), "from ddp": ("ddp", SHARD)}
+    return {name: continued(case, str(path / f"{name}.ckpt"), STEPS, *each) for name, each in ways.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_checkpoints_are_those_of_the_whole_weight(tmp_path: Path, optimizer: str) -> None:
+    ranks = run_distributed(_changes_over, 2, tmp_path, optimizer)
+    cases = dict.fromkeys(ranks[0], of(Tied))
+    assert departures(cases, ranks, **CLOSE) == []
+    loaded = Tied.load_from_checkpoint(tmp_path / "resumed.ckpt")
+    assert loaded.head.weight is loaded.item_emb.weight
+    state = torch.load(tmp_path / "resumed.ckpt")["state_dict"]
+    assert state.keys() == Tied().state_dict().keys() and torch.equal(state["head.weight"], state["item_emb.weight"])
+
+
+def _on_two_nodes(way: str, path: Path | None = None, save: int | None = None, resume: int | None = None) -> Any:
+    """Two ranks of each node, in two levels; windows of two batches."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
+    strategy = "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"], exchange="two_level")
+    torch.manual_seed(0)
+    saving = [SaveAfterBatches(f"{path}/", () if save is None else (save,))]
+    options = {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 2, "max_epochs": 1, "callbacks": saving}
+    made, start = NextItem("linear", "sgd"), resume or 0
+    batches = _batches(rank)  # Lightning begins them anew where it resumes
+    loader = DataLoader(batches[start:] + batches[:start], batch_size=None)  # type: ignore[arg-type]
+    return fit(made, loader, strategy=strategy, ckpt_path=None if resume is None else f"{path}/{resume}", **options)
+
+
+def _in_two_levels(path: Path) -> Any:
+    return [_on_two_nodes("ddp"), _on_two_nodes("freescale", path, save=3), _on_two_nodes("freescale", path, resume=3)]
+
+
+def test_two_levels_and_a_resume_inside_a_window(tmp_path: Path) -> None:
+    for ddp, whole, resumed in run_distributed(_in_two_levels, 4, tmp_path):
+        assert whole.losses == pytest.approx(ddp.losses, rel=1e-5)
+        assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+        assert_same(resumed.weights, whole.weights, rtol=1e-5, atol=1e-6)
+
+
+class OfTorchRec(NextItem):
+    """Two tables of an EmbeddingCollection, of which one has the items."""
+
+    def __init__(self) -> None:
+        super().__init__("ours")
+        del self.item_emb
+        shapes = {"item": ITEMS, "other": 7}
+        tables = [EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM, feature_names=[n]) for n, rows in shapes.items()]
+        self.ec = EmbeddingCollection(tables=tables)
+        self.style = OfTorchRec.of_table
+
+    def states(self, items: Tensor) -> Tensor:
+        flat = items.reshape(-1)
+        lengths = torch.tensor([len(flat), len(flat)])
+        found = self.ec(KeyedJaggedTensor(["item", "other"], torch.cat([flat, flat % 7]), lengths=lengths))
+        rows = found["item"].values() + found["other"].values()
+        return torch.tanh(self.hidden(rows.view(*items.shape, DIM)))
+
+    def of_table(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        options: Any = {"ignore_index": 0, "reduction": "sum"}
+        return catalogue_cross_entropy(hidden, self.ec.embeddings["item"], targets, self.bias, **options) / 9
+
+
+def test_a_table_of_torchrec() -> None:
+    assert compared(2, {"of TorchRec": of(OfTorchRec)}, "ddp", {}, **CLOSE) == []
+
+
+class Sequences(Dataset):
+    """Sequences without padding."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"items": torch.randint(1, ITEMS, (LENGTH,), generator=torch.Generator().manual_seed(index))}
+
+
+def _in_parts(parts: int) -> Any:
+    torch.manual_seed(0)
+    data = FreeScaleDataModule(Sequences(), [LENGTH] * 40, batch_size=8, micro_batches=parts, balance=REPEATS)
+    return fit(NextItem("last", "sgd"), data, strategy=FreeScaleStrategy(shard=["item_emb"]), max_epochs=2).weights
+
+
+def test_micro_batches() -> None:
+    whole, parts = run_distributed(lambda: [_in_parts(parts) for parts in (1, 2)], 2)[0]
+    assert_same(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def _short(way: str) -> list[float]:
+    strategy = "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"])
+    torch.manual_seed(0)
+    return fit(Tied("sgd"), _loader(), strategy=strategy, precision="bf16-mixed", max_epochs=2).losses
+
+
+def test_in_bf16_mixed() -> None:
+    for whole, sharded in run_distributed(lambda: (_short("ddp"), _short("shard")), 2):
+        assert sharded == pytest.approx(whole, rel=2e-2) and sharded != whole
+
+
+def _by_fabric(strategy: Any) -> list[float]:
+    fabric = fabric_for(**({"strategy": "ddp"} if strategy == "ddp" else SHARD))
+    torch.manual_seed(0)
+    model = Tied()
+    wrapped, optimizer = fabric.setup(model, OPTIMIZERS["adagrad"](model.parameters()))
+    wrapped.mark_forward_method("training_step")
+    losses = []
+    for batch in fabric.setup_dataloaders(_loader(), use_distributed_sampler=False):
+        loss = wrapped.training_step(batch, 0)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_loop_over_fabric() -> None:
+    for whole, sharded in run_distributed(lambda: (_by_fabric("ddp"), _by_fabric("freescale")), 2):
+        assert sharded == pytest.approx(whole, rel=1e-5)
+
+
+# -- what is refused
+
+
+def _errors() -> dict[str, str]:
+    looks: dict[str, Callable[[NextItem, Tensor, Tensor], Any]] = {
+        "softmax": lambda m, h, t: (h @ m.item_emb.weight.T).softmax(-1),
+        "norm": lambda m, h, t: m.item_emb.weight.norm(),
+        "argmax": lambda m, h, t: (h @ m.item_emb.weight.T).argmax(-1),
+        "cross_entropy(weight=...)": lambda m, h, t: F.cross_entropy(
+            (h @ m.item_emb.weight.T).flatten(0, 1), t.reshape(-1), torch.ones(ITEMS)
+        ),
+        "matmul": lambda m, h, t: m.item_emb.weight @ h[0].T,
+        "__setitem__": lambda m, h, t: (h @ m.item_emb.weight.T).__setitem__((..., 0), -1.0),
+    }
+    found = {}
+    for name, look in looks.items():
+        model = NextItem("last")
+        model.style = look  # type: ignore[assignment]
+        try:
+            fit(model, _loader(), strategy=FreeScaleStrategy(shard=["item_emb"]))
+        except RuntimeError as error:
+            found[name] = str(error)
+    for name, strategy in {
+        "exchange='torchrec'": FreeScaleStrategy(shard=["item_emb"], exchange="torchrec"),
+    }.items():
+        try:
+            fit(NextItem("last"), _loader(), strategy=strategy)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_other_uses_are_refused_by_name() -> None:
+    for found in run_distributed(_errors, 2):
+        assert len(found) == 7, found.keys()
+        for name, error in found.items():
+            assert all(part in error for part in (name, "item_emb", "full_weight", "shard=")), error
