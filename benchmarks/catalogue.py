@@ -111,10 +111,8 @@ def _times(given: Any) -> dict[str, float]:
         figures |= {f"{name}_ms": float(np.median(steps)), f"{name}_ratio": float(ratio), f"{name}_bytes": moved}
         figures[f"{name}_bytes_ratio"] = moved / mean[0, -1].item() if mean[0, -1] else 0.0
         if dist.get_rank() == 0:
-            print(
-                f"{name:<11} {np.median(steps):8.0f} ms, ratio {ratio:.2f} ({low:.2f} to {high:.2f}), sent {moved / 1e6:.2f} MB",
-                flush=True,
-            )
+            half = f"half of the rounds within {low:.2f} to {high:.2f}"
+            print(f"{name:<11} {np.median(steps):8.0f} ms, ratio {ratio:.2f} ({half}), sent {moved / 1e6:.2f} MB", flush=True)
     return figures
 
 
@@ -132,7 +130,11 @@ def _fit(model: Tied, batches: list[Tensor], variant: str, keeps: bool) -> None:
     kept, catalogue._KEPT_LOGITS = catalogue._KEPT_LOGITS, catalogue._KEPT_LOGITS if keeps else 0
     trainer = L.Trainer(
         strategy="ddp" if variant == "ddp" else FreeScaleStrategy(shard=["items"]),
-        **{"accelerator": "cpu", "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"]), "max_epochs": 1, "logger": False},
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_epochs=1,
+        logger=False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         use_distributed_sampler=False,
     )
@@ -167,7 +169,9 @@ def _memory(given: Any) -> dict[str, float]:
         for batch in batches:
             model.loss(batch).backward()
         whole = _peak() - start
-        print(f"{given.memory} positions: {whole:.0f} MiB with all logits, {sharded:.0f} MiB sharded and recomputed", flush=True)
+        print(
+            f"{given.memory} positions: {whole:.0f} MiB with all logits, {sharded:.0f} MiB sharded and recomputed", flush=True
+        )
     dist.barrier()
     return {"whole_mib": whole, "sharded_mib": sharded, "memory_ratio": sharded / whole if whole else 0.0}
 

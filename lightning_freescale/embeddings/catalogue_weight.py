@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from typing_extensions import Self
 
 from lightning_freescale.losses import catalogue_cross_entropy
 
+_TENSOR: Any = Tensor
 _METADATA: set[Any] = {
     *(
         getattr(Tensor, name).__get__
@@ -29,7 +29,7 @@ _METADATA: set[Any] = {
 }
 """Functions that ask for no number of the tensor."""
 _PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-_TRANSPOSED: set[Any] = {torch.t, Tensor.t, Tensor.T.__get__, Tensor.mT.__get__}
+_TRANSPOSED: set[Any] = {torch.t, Tensor.t, _TENSOR.T.__get__, _TENSOR.mT.__get__}
 _SWAPS: set[Any] = {getattr(where, n) for where in (torch, Tensor) for n in ("transpose", "swapaxes", "swapdims")}
 _PERMUTES: set[Any] = {torch.permute, Tensor.permute}
 _SAME: set[Any] = {Tensor.contiguous, Tensor.float, torch.clone, Tensor.clone, torch.Tensor.to, Tensor.type_as}
@@ -39,8 +39,10 @@ _SCALES: set[Any] = {
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__),
 }
 _SCALES_IN_PLACE: dict[Any, Any] = {
-    **{Tensor.mul_: torch.mul, Tensor.__imul__: torch.mul},
-    **{Tensor.div_: torch.div, Tensor.__itruediv__: torch.div},
+    Tensor.mul_: torch.mul,
+    Tensor.__imul__: torch.mul,
+    Tensor.div_: torch.div,
+    Tensor.__itruediv__: torch.div,
 }
 _ADDS: set[Any] = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _OF_POSITIONS: set[Any] = {
@@ -68,7 +70,7 @@ class _StandIn(Tensor):
             "FreeScaleStrategy(shard=...)"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.path}.weight, size={list(self.shape)})"
 
     @classmethod
@@ -86,7 +88,9 @@ class _StandIn(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance's method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         next(each for each in args if isinstance(each, _StandIn)).refuse(f"{func}")
 
 
@@ -102,10 +106,11 @@ class CatalogueWeight(_StandIn):
     """
 
     @staticmethod
-    def __new__(cls, leaf: Tensor, path: str, rows: range, dim: int, transposed: bool = False) -> Self:
+    def __new__(cls: Any, leaf: Tensor, path: str, rows: range, dim: int, transposed: bool = False) -> Any:
+        """Make the tensor without numbers."""
         shape = (dim, len(rows)) if transposed else (len(rows), dim)
         options: Any = {"dtype": leaf.dtype, "device": leaf.device, "requires_grad": leaf.requires_grad}
-        made = Tensor._make_wrapper_subclass(cls, shape, **options)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, **options)
         made.leaf, made.path, made.rows, made.width, made.transposed = leaf, path, rows, dim, transposed
         return made
 
@@ -150,7 +155,7 @@ class CatalogueWeight(_StandIn):
             given = dict(zip(("input", "weight", "bias"), args)) | kwargs
             if given["weight"] is self and not self.transposed:
                 return CatalogueLogits(given["input"], self, given.get("bias"))
-        self.refuse(getattr(func, "__name__", f"{func}"))
+        return self.refuse(getattr(func, "__name__", f"{func}"))
 
     def _like(self, rows: range | None = None, transposed: bool | None = None) -> CatalogueWeight:
         transposed = self.transposed if transposed is None else transposed
@@ -165,21 +170,25 @@ class CatalogueLogits(_StandIn):
         weight: not transposed.
         bias: shape ``[items]``.
         at: which dimension is that of the items; the last one by default.
-        log: whether these are the logarithms of probabilities, after ``log_softmax``.
+        of_log: whether these are the logarithms of probabilities, after ``log_softmax``.
     """
 
     @staticmethod
     def __new__(
-        cls, hidden: Tensor, weight: CatalogueWeight, bias: Tensor | None = None, at: int | None = None, log: bool = False
-    ) -> Self:
+        cls: Any,
+        hidden: Tensor,
+        weight: CatalogueWeight,
+        bias: Tensor | None = None,
+        at: int | None = None,
+        of_log: bool = False,
+    ) -> Any:
+        """Make the tensor without numbers."""
         shape = list(hidden.shape[:-1])
         at = len(shape) if at is None else at
         shape.insert(at, len(weight.rows))
         options: Any = {"dtype": weight.dtype, "device": hidden.device}
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, **options, requires_grad=hidden.requires_grad or weight.requires_grad
-        )
-        made.hidden, made.weight, made.bias, made.at, made.log, made.path = hidden, weight, bias, at, log, weight.path
+        made = Tensor._make_wrapper_subclass(cls, shape, **options, requires_grad=hidden.requires_grad or weight.requires_grad)
+        made.hidden, made.weight, made.bias, made.at, made.of_log, made.path = hidden, weight, bias, at, of_log, weight.path
         return made
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -187,7 +196,7 @@ class CatalogueLogits(_StandIn):
         self.weight: CatalogueWeight
         self.bias: Tensor | None
         self.at: int
-        self.log: bool
+        self.of_log: bool
         self.detached = False
 
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +218,7 @@ class CatalogueLogits(_StandIn):
             return self
         if func in _LOG_SOFTMAX and ours:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            return self._like(log=True) if dim is not None and dim % self.dim() == self.at else None
+            return self._like(of_log=True) if dim is not None and dim % self.dim() == self.at else None
         if func in _SWAPS | _PERMUTES and ours:
             return self._permuted(_dims(args, kwargs, self.dim()), func in _PERMUTES)
         if not last:
@@ -221,7 +230,7 @@ class CatalogueLogits(_StandIn):
         if func in _OF_POSITIONS:
             hidden = func(self.hidden, *args[1:], **kwargs)
             return self._like(hidden) if hidden.shape[-1] == self.hidden.shape[-1] else None
-        if self.log:
+        if self.of_log:
             return self._gathered(*args, **kwargs) if func in _GATHERS and ours else None
         if func in _SCALES and not kwargs:
             return self._scaled(func, args)
@@ -239,7 +248,7 @@ class CatalogueLogits(_StandIn):
 
     def _like(self, hidden: Tensor | None = None, **changes: Any) -> CatalogueLogits:
         hidden = self.hidden if hidden is None else hidden
-        kept = {"weight": self.weight, "bias": self.bias, "log": self.log}
+        kept: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "of_log": self.of_log}
         if self.at != self.dim() - 1:
             kept["at"] = self.at
         return CatalogueLogits(hidden, **{**kept, **changes})
@@ -252,7 +261,7 @@ class CatalogueLogits(_StandIn):
                 self.refuse(f"{func.__name__}({name}=...)")
         if input is not self or target.is_floating_point() or self.at != min(1, self.dim() - 1):
             return None
-        if func is F.nll_loss and not self.log:
+        if func is F.nll_loss and not self.of_log:
             return None
         return catalogue_cross_entropy(self.hidden, self.weight, target, self.bias, **given)
 
@@ -273,7 +282,7 @@ class CatalogueLogits(_StandIn):
             order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
         positions = [each - (each > self.at) for each in order if each != self.at]
         hidden = self.hidden.permute(*positions, self.hidden.dim() - 1)
-        return CatalogueLogits(hidden, self.weight, self.bias, order.index(self.at), self.log)
+        return CatalogueLogits(hidden, self.weight, self.bias, order.index(self.at), self.of_log)
 
     def _selected(self, index: Any) -> CatalogueLogits | None:
         given = list(index) if isinstance(index, tuple) else [index]
@@ -292,9 +301,9 @@ class CatalogueLogits(_StandIn):
             return None
         hidden = self.hidden[(*positions, slice(None))]
         bias = None if self.bias is None else self.bias[items]
-        if self.log:  # their probabilities are of all items
+        if self.of_log:  # their probabilities are of all items
             return None
-        return CatalogueLogits(hidden, self.weight[items], bias)  # type: ignore[arg-type]
+        return CatalogueLogits(hidden, self.weight[items], bias)
 
     def _reshaped(self, *shape: Any, **options: Any) -> CatalogueLogits | None:
         sizes = options.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)

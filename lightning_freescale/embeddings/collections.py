@@ -218,5 +218,5 @@ def _describe_embedding(path: str, aliases: tuple[str, ...], ties: tuple[str, ..
         partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta")),
         partial(as_collection, path, rows, table.kernel_dim),
     )
-    kind = {"pooled": False, "managed": False, "need_indices": False, "embedding": True}
-    return Collection(path, aliases, *builders, (table,), EmbeddingSharder(dim, padding), **kind, ties=ties)
+    given = (path, aliases, *builders, (table,), EmbeddingSharder(dim, padding))
+    return Collection(*given, pooled=False, managed=False, need_indices=False, embedding=True, ties=ties)

@@ -107,7 +107,7 @@ def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Em
 
 def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str | None:
     """Return why a sharded table would not do what the modules of one weight do, and a fix; None if it would."""
-    shared = len(tied) > 1 or any(tied_modules(root, module.weight) for module in tied.values() if _weight_of(module) is not None)
+    shared = len(tied) > 1 or any(tied_modules(root, _weight_of(module)) for module in tied.values())
     if shared and any(module.weight.is_meta for module in tied.values()):
         return f"{[*tied]} share a weight on the meta device, where they cannot be initialised as one: build it on the CPU"
     obstacles = (_obstacle(path, module) or _other_use(root, path, module, tied) for path, module in tied.items())

@@ -195,9 +195,9 @@ class ShardedTables:
 def refuse_whole_use(key: str) -> NoReturn:
     """Raise because a loss asks for all rows of a sharded table where no engine gives them."""
     raise ValueError(
-        f"a loss over all rows of the sharded table {key!r}: they are there while the strategy trains or evaluates, and not with "
-        "exchange='torchrec', overlapped or not. Compute it in a step, pass another exchange, or leave an nn.Embedding out of "
-        f"shard=; trainer.strategy.full_weight({key.removesuffix('.weight')!r}) reads a copy of the table"
+        f"a loss over all rows of the sharded table {key!r}: the overlap engine gives them in the steps of training and "
+        "evaluation, and exchange='torchrec' has none. Compute the loss in a step, pass exchange='flat', or leave an "
+        f"nn.Embedding out of shard=. trainer.strategy.full_weight({key.removesuffix('.weight')!r}) reads a copy of the table"
     )
 
 

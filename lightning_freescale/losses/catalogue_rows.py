@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 ATTRIBUTE = "freescale_catalogue"
@@ -78,7 +77,7 @@ def catalogue_rows(table: Tensor | nn.Module) -> CatalogueRows:
 class WholeRows:
     """All rows are on this rank; see :class:`CatalogueRows`."""
 
-    excluded = None
+    excluded: Tensor | None = None
 
     def __init__(self, weight: Tensor) -> None:
         self.items, self.weight, self.trained = len(weight), weight, weight

@@ -304,7 +304,9 @@ class OfTorchRec(NextItem):
         super().__init__("ours")
         del self.item_emb
         shapes = {"item": ITEMS, "other": 7}
-        tables = [EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM, feature_names=[n]) for n, rows in shapes.items()]
+        tables = [
+            EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM, feature_names=[n]) for n, rows in shapes.items()
+        ]
         self.ec = EmbeddingCollection(tables=tables)
         self.style = OfTorchRec.of_table
 

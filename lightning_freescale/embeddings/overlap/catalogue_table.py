@@ -34,9 +34,7 @@ class CatalogueTable:
         tables: all sharded tables.
     """
 
-    def __init__(
-        self, table: Table, part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables
-    ) -> None:
+    def __init__(self, table: Table, part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables) -> None:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
         self._features = [feature for feature, _ in part.layout.features]
         self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
@@ -57,8 +55,8 @@ class CatalogueTable:
         key = self.table.key
         if self._part.layout.tables[self.index].dim != self.table.dim:
             raise ValueError(
-                f"a loss over all rows of {key!r}: its plan splits the columns, and a rank has no whole row. Shard it row-wise, "
-                "as without plan="
+                f"a loss over all rows of {key!r}: the plan splits its columns, so a rank has no whole row. Leave out plan=, or "
+                "shard the table row-wise"
             )
         if not self._part.jobs.open:
             raise ValueError(
