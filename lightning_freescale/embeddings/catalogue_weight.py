@@ -128,6 +128,14 @@ class CatalogueWeight(_StandIn):
         start, stop = self.rows.start, self.rows.stop
         return found[start:stop] if isinstance(found, Tensor) else found.limited(start, stop)
 
+    def freescale_ranks(self, hidden: Tensor, targets: Tensor, seen: Tensor | None) -> Tensor | None:
+        """Return the ranks of targets among these rows, see :func:`lightning_freescale.metrics.catalogue_ranks`."""
+        start = self.rows.start
+        seen = None if seen is None else torch.where(seen >= 0, seen + start, -1)
+        find = getattr(self.leaf, "freescale_ranks", None)
+        found: Tensor | None = None if find is None else find(hidden, targets + start, seen, self.rows)
+        return found
+
     def whole(self) -> Tensor:
         """Return a copy of these rows. Collective."""
         found: Tensor = self._like(transposed=False).freescale_catalogue()

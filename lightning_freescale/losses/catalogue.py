@@ -79,6 +79,11 @@ def catalogue_cross_entropy(
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
+def keeps_logits(positions: int, rows: int) -> bool:
+    """Return whether the logits of some positions are kept for backward; else they are computed again."""
+    return positions * rows <= _KEPT_LOGITS
+
+
 def _refuse(
     hidden: Tensor,
     rows: CatalogueRows,
@@ -141,8 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.positions = positions = rows.positions(len(states))
         every, wanted = positions.gather(states.to(products), targets)
         places, bias_here = rows.places(wanted), None if bias is None else rows.select(bias)
-        keeps = len(every) * len(rows.weight) <= _KEPT_LOGITS and any(ctx.needs_input_grad)
-        ctx.kept = [] if keeps else None
+        ctx.kept = [] if keeps_logits(len(every), len(rows.weight)) and any(ctx.needs_input_grad) else None
         found = torch.zeros(len(every), 3 if label_smoothing else 2, dtype=ctx.sums, device=states.device)
         tops = found.new_full((len(every),), -math.inf)
         found[:, 0] = tops  # of a shard without rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CHUNK_SCORES = 2**24
 """Scores that exist at once: 64 MiB in float32."""
@@ -38,13 +40,17 @@ def target_ranks(scores: Tensor, targets: Tensor, seen: Tensor | None = None) ->
 
 @torch.no_grad()
 def catalogue_ranks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, seen: Tensor | None = None, bias: Tensor | None = None
+    hidden: Tensor, table: Tensor | nn.Module, targets: Tensor, seen: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Return :func:`target_ranks` of the scores ``hidden @ weight.T + bias``, which are computed for some samples at a time.
 
+    Of a table that strategy ``"freescale"`` shards, outside of training steps and without ``bias``, each rank scores the
+    samples of all ranks against its own rows, in float64. Ranks may make different numbers of calls. With ``bias``, or in a
+    training step, a copy of the whole table is gathered on the rank.
+
     Args:
         hidden: a state for each sample, shape ``[samples, dim]``.
-        weight: a row for each item, shape ``[items, dim]``; whole.
+        table: a row for each item: the weight of shape ``[items, dim]``, or a module that has it as its ``weight``.
         targets: as for :func:`target_ranks`.
         seen: as for :func:`target_ranks`.
         bias: shape ``[items]``.
@@ -55,12 +61,19 @@ def catalogue_ranks(
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+    weight: Any = table.weight if isinstance(table, nn.Module) else table
+    # of a sharded table
+    whole, over_shards = (getattr(weight, f"freescale_{name}", None) for name in ("catalogue", "ranks"))
+    if hidden.dim() != 2 or (whole is None and (weight.dim() != 2 or hidden.shape[1] != weight.shape[1])):
         raise ValueError(
-            f"catalogue_ranks(hidden of shape {list(hidden.shape)}, weight of shape {list(weight.shape)}): pass [samples, dim] "
+            f"catalogue_ranks(hidden of shape {list(hidden.shape)}, table of shape {list(weight.shape)}): pass [samples, dim] "
             "and [items, dim]"
         )
     _refuse(torch.Size((len(hidden), len(weight))), targets, seen)
+    ranks: Tensor | None = None if over_shards is None or bias is not None else over_shards(hidden, targets, seen)
+    if ranks is not None:
+        return ranks
+    weight = weight if whole is None else whole()
     found, size = torch.empty_like(targets), max(1, _CHUNK_SCORES // max(1, len(weight)))
     for start in range(0, len(hidden), size):
         part = slice(start, start + size)

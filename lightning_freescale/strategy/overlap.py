@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
+from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
@@ -54,7 +54,7 @@ class OverlapController:
         self._batch: Any = None  # the micro-batch that computes
         self._early_copy = EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = False
+        self._updates = self._warned = self._told_sizes = False
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
             collection.observe(timeline)
@@ -128,6 +128,11 @@ class OverlapController:
         """Learn from what the model looked up, and tell the other ranks how this one comes to know ids."""
         self._lookahead.learn(self._batch, comes_ahead=self._looks_ahead and not self._warned)
         self._lookahead.end_forward()
+        if not self._told_sizes:
+            texts = [text for module in self.engine.modules.values() for text in module.sizes_of_losses()]
+            self._told_sizes = bool(texts)
+            for text in texts:
+                rank_zero_info(f"strategy 'freescale': {text}")
 
     def log_step(self) -> None:
         """After an optimizer step, log what was moved and waited for since the last time, of rank 0."""

@@ -17,11 +17,13 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.losses import catalogue_cross_entropy
+from lightning_freescale.metrics import catalogue_ranks
+from lightning_freescale.strategy import overlap
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume_inside_a_window import SaveAfterBatches
 from tests.helpers.fabric_loop import fabric_for
 from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures, fit
-from tests.helpers.recommender import REPEATS
+from tests.helpers.recommender import REPEATS, trainer
 
 ITEMS, DIM, LENGTH, STEPS = 41, 8, 5, 5
 OPTIMIZERS: dict[str, Any] = {
@@ -175,10 +177,6 @@ class Tied(NextItem):
         self.log("val_first", scores.topk(1).indices.float().mean(), sync_dist=True)
         self.log("val", F.cross_entropy(scores, targets), sync_dist=True)
         self.log("val_again", catalogue_cross_entropy(hidden[:, -1], self.item_emb, targets), sync_dist=True)
-        self.scored.append(scores.detach().clone())
-
-    def on_fit_start(self) -> None:
-        self.scored: list[Tensor] = []
 
 
 class TwoTables(NextItem):
@@ -326,6 +324,44 @@ def test_a_table_of_torchrec() -> None:
     assert compared(2, {"of TorchRec": of(OfTorchRec)}, "ddp", {}, **CLOSE) == []
 
 
+class Ranked(OfTorchRec):
+    """Ranks targets among the items of both kinds of table; many scores are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item_emb, self.losses = nn.Embedding(ITEMS, DIM), []
+        with torch.no_grad():
+            for weight in (self.item_emb.weight, self.ec.embeddings["item"].weight):
+                weight.copy_(torch.randint(-1, 2, (ITEMS, DIM)))
+        self.found: list[list[int]] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        draw = torch.Generator().manual_seed(batch_idx)
+        hidden = torch.randint(-1, 2, (len(batch["items"]), DIM), generator=draw).float()
+        targets, seen = batch["items"][:, -1], batch["items"][:, :-1]
+        for table in (self.item_emb, self.item_emb.weight, self.ec.embeddings["item"]):
+            for known in (None, torch.where(seen > 3, seen, -1)):
+                self.found.append(catalogue_ranks(hidden, table, targets, known).tolist())
+        self.found.append(catalogue_ranks(hidden, self.item_emb.weight[1:], targets - 1, seen - 1).tolist())
+        self.found.append(catalogue_ranks(hidden, self.item_emb, targets, seen, self.bias).tolist())
+
+
+def _ranked(way: str) -> list[list[int]]:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    model, strategy = Ranked(), "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"])
+    batches = [batch for batch in _batches(rank, 2 + 2 * rank) if int(batch["items"][:, -1].min())]
+    trainer(strategy=strategy, devices=ranks).validate(model, DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]
+    return model.found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_places_are_those_among_the_whole_scores(ranks: int) -> None:
+    for whole, sharded in run_distributed(lambda: (_ranked("ddp"), _ranked("shard")), ranks):
+        assert sharded == whole
+        assert len({place for places in whole for place in places}) > 10
+
+
 class Sequences(Dataset):
     """Sequences without padding."""
 
@@ -377,6 +413,28 @@ def _by_fabric(strategy: Any) -> list[float]:
 def test_a_loop_over_fabric() -> None:
     for whole, sharded in run_distributed(lambda: (_by_fabric("ddp"), _by_fabric("freescale")), 2):
         assert sharded == pytest.approx(whole, rel=1e-5)
+
+
+def _messages(positions_of: type[NextItem]) -> list[str]:
+    messages: list[str] = []
+    overlap.rank_zero_info = messages.append
+    fit(positions_of("linear"), _loader(), strategy=FreeScaleStrategy(shard=["item_emb"]))
+    return [text for text in messages if "softmax" in text]
+
+
+class ManyPositions(NextItem):
+    def states(self, items: Tensor) -> Tensor:
+        return super().states(items).repeat(4, 1, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hidden, targets = self.states(batch["items"][:, :-1]), batch["items"][:, 1:].repeat(4, 1)
+        return catalogue_cross_entropy(hidden, self.item_emb.weight, targets, self.bias)
+
+
+def test_the_sizes_are_told_once() -> None:
+    ((few,), (many,)) = run_distributed(lambda: [_messages(NextItem), _messages(ManyPositions)], 2)[0]
+    assert "'item_emb.weight' (41 x 8)" in few and "on 2 ranks" in few and "kept for backward." in few
+    assert "shard=" not in few and many.endswith("leave the table out of shard=")
 
 
 # -- what is refused

@@ -15,6 +15,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale.losses.catalogue import keeps_logits
 
 _ROWS_AT_ONCE = 2**18
 """That are looked up together for a copy of the whole table."""
@@ -39,6 +40,7 @@ class CatalogueTable:
         self._features = [feature for feature, _ in part.layout.features]
         self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
         self._whole: Tensor | None = None
+        self._most_positions: list[int] = []
 
     def __call__(self) -> Tensor | CatalogueShard:
         """Return this rank's rows for a loss that trains them; without gradients a copy of the whole table. Collective.
@@ -53,12 +55,12 @@ class CatalogueTable:
     def shard(self) -> CatalogueShard:
         """Return this rank's rows, with all updates of the steps before, for a loss of the current step. Collective."""
         key = self.table.key
-        if self._part.layout.tables[self.index].dim != self.table.dim:
+        if not self.has_whole_rows:
             raise ValueError(
-                f"a loss over all rows of {key!r}: the plan splits its columns, so a rank has no whole row. Leave out plan=, or "
-                "shard the table row-wise"
+                f"a loss over all rows of {key!r}: the plan splits its columns, so a rank has no whole row. Leave out "
+                "plan=, or shard the table row-wise"
             )
-        if not self._part.jobs.open:
+        if not self.in_step:
             raise ValueError(
                 f"a loss over all rows of {key!r} outside of a training step would not train them: compute it in "
                 f"training_step, or under torch.no_grad(); full_weight({key.removesuffix('.weight')!r}) is a copy of the table"
@@ -92,6 +94,21 @@ class CatalogueTable:
         return self._part.local_weight(self.index)
 
     @property
+    def rank(self) -> int:
+        """This rank, in the group of the tables."""
+        return self._tables.group.rank()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a training step is under way."""
+        return self._part.jobs.open
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no row is split between ranks."""
+        return self._part.layout.tables[self.index].dim == self.table.dim
+
+    @property
     def trains(self) -> bool:
         """Whether the step updates the table."""
         return not self._part.is_frozen(self.index)
@@ -111,7 +128,24 @@ class CatalogueTable:
 
     def positions(self, count: int) -> RankPositions:
         """Return the positions of all ranks. Collective."""
-        return RankPositions(self._tables.group, self._tables.message_device(), count)
+        found = RankPositions(self._tables.group, self._tables.message_device(), count)
+        self._most_positions = max(self._most_positions, found.counts, key=sum)
+        return found
+
+    def sizes_of_use(self) -> str:
+        """Return what a loss over all rows sends and holds, beside what the whole table would; empty before one."""
+        if not self._most_positions:
+            return ""
+        rows, dim, ranks, positions = self.table.rows, self.table.dim, len(self._most_positions), sum(self._most_positions)
+        share, here = 2 * 4e-6 * dim * (ranks - 1) / ranks, len(self.weight)
+        ways = ("kept for backward", "computed again in backward")
+        advice = " To send less, leave the table out of shard=" if positions > rows and ranks > 1 else ""
+        return (
+            f"a softmax over {self.table.key!r} ({rows} x {dim}): the states of {positions} positions on {ranks} ranks are "
+            f"{share * positions:.1f} MB per rank and step, a reduced gradient of the whole table would be {share * rows:.1f} "
+            f"MB. Logits against a rank's {here} rows are {4e-6 * positions * here:.0f} MB, "
+            f"{ways[not keeps_logits(positions, here)]}.{advice}"
+        )
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add to the gradient of the step's update of this rank's rows, summed over all ranks."""
@@ -169,34 +203,37 @@ class RankPositions:
         group: of the exchange.
         device: of the tensors that it sends.
         count: positions of this rank.
+
+    Attributes:
+        counts: positions of every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
         self._group, self._device, self._count = group, device, count
         counts = torch.empty(group.size(), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
-        self._counts = counts.tolist()
+        self.counts: list[int] = counts.tolist()
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return what all ranks give, in one message. Collective."""
         flat = [each.detach().reshape(self._count, each[:1].numel() or each.shape[1:].numel()).contiguous() for each in tensors]
         octets = torch.cat([each.view(torch.uint8) for each in flat], dim=1).to(self._device)
-        most, width = max(self._counts), octets.shape[1]
+        most, width = max(self.counts), octets.shape[1]
         mine = torch.nn.functional.pad(octets, (0, 0, 0, most - self._count))
-        came = mine.new_empty(len(self._counts), most, width)
+        came = mine.new_empty(len(self.counts), most, width)
         if most:
             dist.all_gather_into_tensor(came.view(-1), mine.view(-1), group=self._group)
-        every = torch.cat([part[:count] for part, count in zip(came, self._counts)]).to(tensors[0].device)
+        every = torch.cat([part[:count] for part, count in zip(came, self.counts)]).to(tensors[0].device)
         columns = every.split([each.shape[1] * each.element_size() for each in flat], dim=1)
         found = zip(columns, tensors)
         return tuple(each.contiguous().view(like.dtype).view(-1, *like.shape[1:]) for each, like in found)
 
     def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Begin to send each rank what this rank's rows have for its positions. Collective."""
-        width, ranks = values.shape[1:].numel(), len(self._counts)
+        width, ranks = values.shape[1:].numel(), len(self.counts)
         sent = values.contiguous().to(self._device).view(-1)
         came = sent.new_empty(ranks * self._count * width)
-        gets, gives = [self._count * width] * ranks, [count * width for count in self._counts]
+        gets, gives = [self._count * width] * ranks, [count * width for count in self.counts]
         work: Any = dist.all_to_all_single(came, sent, gets, gives, group=self._group, async_op=True) if any(gives) else None
 
         def wait() -> Tensor:

@@ -363,6 +363,7 @@ class OverlapEngine:
         self._totals_of_closed += [collection.statistics.totals() for collection in self.collections.values()]
         self.modules, self.collections = {}, {}
         self._evaluation.modules.clear()
+        self._evaluation.tables.clear()
 
     def mean_statistics(self) -> dict[str, float]:
         """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""

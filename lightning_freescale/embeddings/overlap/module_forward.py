@@ -48,12 +48,15 @@ class ModuleForward:
         self._output = output(collection, [part.layout for part in parts])
         self._evaluation = evaluation
         module.forward = self.forward
-        self._catalogues = {}
+        self._catalogues: dict[str, CatalogueTable] = {}
         for table in collection.tables:
             number = next(i for i, part in enumerate(parts) if table.name in {each.name for each in part.layout.tables})
             self._catalogues[table.key] = CatalogueTable(table, parts[number], self.rows, number, tables)
         for key, weight in self._weights():
-            weight.freescale_catalogue = self._catalogues[key]
+            catalogue = weight.freescale_catalogue = self._catalogues[key]
+            if catalogue.has_whole_rows:
+                evaluation.tables.append(catalogue)
+                weight.freescale_ranks = partial(evaluation.ranks, catalogue)
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
         # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
         module.freescale_sharding.checks.enabled = False
@@ -87,6 +90,10 @@ class ModuleForward:
         for part in self.parts:
             part.drain()
 
+    def sizes_of_losses(self) -> list[str]:
+        """Return what losses over all rows of its tables send and hold."""
+        return [text for catalogue in self._catalogues.values() if (text := catalogue.sizes_of_use())]
+
     def forget_copies(self) -> None:
         """Let go of copies of whole tables, because these change."""
         for catalogue in self._catalogues.values():
@@ -101,6 +108,7 @@ class ModuleForward:
         del self._module.forward
         for key, weight in self._weights():
             weight.freescale_catalogue = partial(refuse_whole_use, key)
+            weight.freescale_ranks = None
         self._state_dict_hook.remove()
         self._module.freescale_sharding.checks.enabled = True
         for part in self.parts:
