@@ -70,9 +70,9 @@ class Evaluation:
         jobs = [each.submit_evaluation(lookups[each]) for each in others]  # of all, before any is waited for
         found |= {each: each.wait_for_evaluation(job, lookups[each]) for each, job in zip(others, jobs)}
         results = [found[each] for each in mine]
-        for each in sorted(numbers)[len(looked_up) :]:
-            table = self.tables[each - len(modules) - 1]
-            mine_or_none = samples if samples is not None and each == number else RankedSamples.none(table)
-            ranks = ranks_over_shards(table, mine_or_none)
-            results += [ranks] if each == number else []
+        for other in sorted(numbers)[len(looked_up) :]:
+            table = self.tables[other - len(modules) - 1]
+            asks = samples is not None and other == number
+            ranks = ranks_over_shards(table, samples if samples is not None and asks else RankedSamples.none(table))
+            results += [ranks] if asks else []
         return numbers, results
