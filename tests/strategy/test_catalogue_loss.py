@@ -142,8 +142,13 @@ def _loader() -> DataLoader:
 SHARD = {"shard": ["item_emb"]}
 
 
+def of(make: Callable[[], Any], **rest: Any) -> Case:
+    options = {"max_epochs": 1, **rest.pop("options", {})}
+    return Case(make, _loader, options, notice=None, **rest)
+
+
 def case(style: str, optimizer: str = "adagrad", **rest: Any) -> Case:
-    return Case(lambda: NextItem(style, optimizer), _loader, notice=None, **rest)
+    return of(lambda: NextItem(style, optimizer), **rest)
 
 
 @pytest.mark.parametrize(("ranks", "optimizer"), [(1, "sgd"), (2, "adagrad"), (3, "adam")])
@@ -221,10 +226,6 @@ class FirstLater(NextItem):
         return super().training_step(batch, batch_idx)
 
 
-def of(make: Callable[[], Any], **rest: Any) -> Case:
-    return Case(make, _loader, notice=None, **rest)
-
-
 def with_options(**options: Any) -> Case:
     return case("linear", "sgd", options=options)  # Adagrad divides small gradients by themselves, and so their rounding
 
@@ -248,13 +249,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_as_under_ddp(ranks: int) -> None:
     assert compared(ranks, CASES, "ddp", SHARD, **CLOSE) == []
 
 
 def _changes_over(path: Path, optimizer: str) -> dict[str, list[Any]]:
-    case = of(lambda: Tied(optimizer))
+    case = of(lambda: Tied(optimizer), options={"max_epochs": 2})
     ways = {"resumed": (SHARD, SHARD), "to ddp": (SHARD, "ddp"), "from ddp": ("ddp", SHARD)}
     return {name: continued(case, str(path / f"{name}.ckpt"), STEPS, *each) for name, each in ways.items()}
 
