@@ -1,9 +1,8 @@
 """SASRec over a plain ``nn.Embedding``: from a file of ratings to a served model.
 
 ``python examples/sasrec.py`` trains on two ranks, whose table of items is sharded, saves an ordinary checkpoint, loads it into
-the plain module, and asks that what to recommend. With ``--loss ce`` the loss is a softmax over all items, whose table is not
-sharded. Source: Kang and McAuley, Self-Attentive Sequential Recommendation
-(arXiv 1808.09781).
+the plain module, and asks that what to recommend. With ``--loss ce`` the loss is a softmax over all items. Source: Kang and
+McAuley, Self-Attentive Sequential Recommendation (arXiv 1808.09781).
 """
 
 from __future__ import annotations
@@ -136,9 +135,8 @@ def main() -> None:
     num_items = data.histories.num_items
     data.collate_fn = lambda samples: collate(samples, num_items)
     model = SASRec(num_items, options.max_length, loss=options.loss)
-    sharded = ["items"] if options.loss == "bce" else []  # a softmax over all items needs the whole table
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(shard=sharded), accelerator="auto", devices=2, max_epochs=options.epochs,
+        strategy=FreeScaleStrategy(shard=["items"]), accelerator="auto", devices=2, max_epochs=options.epochs,
         callbacks=[BubbleProfiler()], logger=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(model, data)
