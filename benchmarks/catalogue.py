@@ -109,6 +109,7 @@ def _times(given: Any) -> dict[str, float]:
     for name, (*steps, moved) in zip(variants, mean.tolist()):
         low, ratio, high = np.quantile(np.array(steps) / of_ddp, [0.25, 0.5, 0.75])
         figures |= {f"{name}_ms": float(np.median(steps)), f"{name}_ratio": float(ratio), f"{name}_bytes": moved}
+        figures |= {f"{name}_low": float(low), f"{name}_high": float(high)}
         figures[f"{name}_bytes_ratio"] = moved / mean[0, -1].item() if mean[0, -1] else 0.0
         if dist.get_rank() == 0:
             half = f"half of the rounds within {low:.2f} to {high:.2f}"

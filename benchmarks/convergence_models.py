@@ -1,7 +1,7 @@
 """What benchmarks/convergence.py trains: models of examples/, the data, and the strategies that are compared.
 
-SASRec's loss is a softmax over all items, for which it looks the whole table up in every step. So every row has a gradient in
-every step, and Adam on the sharded table, which updates the rows that were looked up, is Adam as it is without sharding.
+SASRec's loss is a softmax over all items, by the weight of its table. So every row has a gradient in every step, and Adam on
+the sharded table is Adam as it is without sharding.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class SameNegatives(CollateWithNegatives):
         return torch.from_numpy(drawn)
 
 
-def side_by_side(samples: list[dict[str, Any]], num_items: int) -> Batch:
-    """Return padded ``history`` and ``target``, with items from 1 on, and ``all``, every row of the table."""
+def side_by_side(samples: list[dict[str, Any]]) -> Batch:
+    """Return padded ``history`` and ``target``, with items from 1 on."""
     history, target = (_padded([sample[name] for sample in samples]) for name in ("item", "target"))
-    batch = {"history": history, "target": target, "all": torch.arange(num_items + 1)}
+    batch = {"history": history, "target": target}
     if "seen" not in samples[0]:
         return batch
     unseen = torch.from_numpy(np.stack([sample["unseen"] for sample in samples])) + 1
@@ -160,9 +160,8 @@ class SoftmaxSASRec(SASRec):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the cross-entropy, the mean over the rank's targets."""
         known = batch["history"] != PADDING
-        rows, every = self.items(batch["history"]), self.items(batch["all"])
-        predicted = self(rows, known)[known]
-        return nn.functional.cross_entropy(predicted @ every[1:].T, batch["target"][known] - 1)
+        predicted = self(self.items(batch["history"]), known)[known]
+        return nn.functional.cross_entropy(predicted @ self.items.weight[1:].T, batch["target"][known] - 1)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Rank the held-out item among those not seen before, and among a draw of those never seen."""
@@ -264,7 +263,7 @@ def data_module(model: str, recipe: Recipe, interactions: dict[str, Any], way: s
     users, items = data.val_dataset.users, data.histories.num_items
     data.val_dataset = RatedHistories(data.histories, users, "validate", recipe.max_length)
     data.test_dataset = RatedHistories(data.histories, users, "test", recipe.max_length)
-    data.collate_fn = SameNegatives(items, 512, seed) if model == "hstu" else (lambda samples: side_by_side(samples, items))
+    data.collate_fn = SameNegatives(items, 512, seed) if model == "hstu" else side_by_side
     return data
 
 

@@ -56,6 +56,10 @@ class NextItem(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer](self.parameters())
 
+    def on_train_end(self) -> None:
+        if isinstance(self.trainer.strategy, FreeScaleStrategy):
+            self.statistics = self.trainer.strategy.overlap_controller.engine.statistics()
+
 
 def _last(model: NextItem, hidden: Tensor, targets: Tensor) -> Tensor:
     return nn.CrossEntropyLoss()(torch.matmul(hidden[:, -1], model.item_emb.weight.transpose(0, 1)), targets[:, -1])
@@ -436,6 +440,12 @@ def test_the_sizes_are_told_once() -> None:
     ((few,), (many,)) = run_distributed(lambda: [_messages(NextItem), _messages(ManyPositions)], 2)[0]
     assert "'item_emb.weight' (41 x 8)" in few and "on 2 ranks" in few and "kept for backward." in few
     assert "shard=" not in few and many.endswith("leave the table out of shard=")
+
+
+def test_no_row_is_fetched_ahead() -> None:
+    for run in run_distributed(lambda: case("linear").fit(SHARD), 2):
+        assert run.statistics["predicted_lookups"] > 0 and run.statistics["colliding_bytes"] > 0
+        assert run.statistics["non_colliding_bytes"] == 0, "every row changes in every step"
 
 
 # -- what is refused
