@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.losses import catalogue_cross_entropy
 from lightning_freescale.metrics import catalogue_ranks
 from lightning_freescale.strategy import overlap
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.test_resume_inside_a_window import SaveAfterBatches
 from tests.helpers.fabric_loop import fabric_for
-from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures, fit
+from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures, fit, fit_all
 from tests.helpers.recommender import REPEATS, trainer
 
 ITEMS, DIM, LENGTH, STEPS = 41, 8, 5, 5
@@ -258,6 +260,18 @@ def test_as_under_ddp(ranks: int) -> None:
     assert compared(ranks, CASES, "ddp", SHARD, **CLOSE) == []
 
 
+def _with_slow_updates(cases: dict[str, Case]) -> dict[str, list[Any]]:
+    for name in ("take", "apply_held"):
+        update = getattr(RowUpdates, name)
+        setattr(RowUpdates, name, lambda *given, update=update, **options: (time.sleep(0.02), update(*given, **options)))
+    return fit_all(cases, "ddp", SHARD)
+
+
+def test_the_loss_sees_all_updates_of_the_steps_before() -> None:
+    cases = {name: CASES[name] for name in ("later", "only the head")}
+    assert departures(cases, run_distributed(_with_slow_updates, 2, cases), **CLOSE) == []
+
+
 def _changes_over(path: Path, optimizer: str) -> dict[str, list[Any]]:
     case = of(lambda: Tied(optimizer), options={"max_epochs": 2})
     ways = {"resumed": (SHARD, SHARD), "to ddp": (SHARD, "ddp"), "from ddp": ("ddp", SHARD)}
@@ -301,14 +315,15 @@ def test_two_levels_and_a_resume_inside_a_window(tmp_path: Path) -> None:
 
 
 class OfTorchRec(NextItem):
-    """Two tables of an EmbeddingCollection, of which one has the items."""
+    """Tables of an EmbeddingCollection, of which one has the items."""
 
     def __init__(self) -> None:
         super().__init__("ours")
         del self.item_emb
-        shapes = {"item": ITEMS, "other": 7}
+        shapes = {"again": (ITEMS, "item"), "item": (ITEMS, "item"), "other": (7, "other")}
         tables = [
-            EmbeddingConfig(name=n, num_embeddings=rows, embedding_dim=DIM, feature_names=[n]) for n, rows in shapes.items()
+            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=[feature])
+            for name, (rows, feature) in shapes.items()
         ]
         self.ec = EmbeddingCollection(tables=tables)
         self.style = OfTorchRec.of_table
@@ -317,7 +332,7 @@ class OfTorchRec(NextItem):
         flat = items.reshape(-1)
         lengths = torch.tensor([len(flat), len(flat)])
         found = self.ec(KeyedJaggedTensor(["item", "other"], torch.cat([flat, flat % 7]), lengths=lengths))
-        rows = found["item"].values() + found["other"].values()
+        rows = found["item@item"].values() + found["item@again"].values() + found["other"].values()
         return torch.tanh(self.hidden(rows.view(*items.shape, DIM)))
 
     def of_table(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -348,7 +363,8 @@ class Ranked(OfTorchRec):
             for known in (None, torch.where(seen > 3, seen, -1)):
                 self.found.append(catalogue_ranks(hidden, table, targets, known).tolist())
         self.found.append(catalogue_ranks(hidden, self.item_emb.weight[1:], targets - 1, seen - 1).tolist())
-        self.found.append(catalogue_ranks(hidden, self.item_emb, targets, seen, self.bias).tolist())
+        for table in (self.item_emb, self.ec.embeddings["item"]):
+            self.found.append(catalogue_ranks(hidden, table, targets, seen, self.bias).tolist())
 
 
 def _ranked(way: str) -> list[list[int]]:

@@ -29,37 +29,38 @@ class CatalogueTable:
 
     Args:
         table: the table.
+        features: all features of its module.
         part: has it in training.
         look_up: looks rows up in the module of ``part``.
         number: which of the module's parts ``part`` is.
         tables: all sharded tables.
     """
 
-    def __init__(self, table: Table, part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables) -> None:
+    def __init__(
+        self, table: Table, features: list[str], part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables
+    ) -> None:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
-        self._features = [feature for feature, _ in part.layout.features]
+        self._features = features
         self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
         self._whole: Tensor | None = None
         self._most_positions: list[int] = []
 
     def __call__(self) -> Tensor | CatalogueShard:
-        """Return this rank's rows for a loss that trains them; without gradients a copy of the whole table. Collective.
+        """Return this rank's rows for a loss of the current step; without gradients a copy of the whole table. Collective.
+
+        The rows have all updates of the steps before.
 
         Raises:
             ValueError: outside of a training step, where nothing would be trained; or the table has no whole rows here.
         """
-        if not torch.is_grad_enabled():
-            return self.whole()
-        return self.shard()
-
-    def shard(self) -> CatalogueShard:
-        """Return this rank's rows, with all updates of the steps before, for a loss of the current step. Collective."""
         key = self.table.key
         if not self.has_whole_rows:
             raise ValueError(
                 f"a loss over all rows of {key!r}: the plan splits its columns, so a rank has no whole row. Leave out "
                 "plan=, or shard the table row-wise"
             )
+        if not torch.is_grad_enabled():
+            return self.whole()
         if not self.in_step:
             raise ValueError(
                 f"a loss over all rows of {key!r} outside of a training step would not train them: compute it in "
@@ -71,16 +72,18 @@ class CatalogueTable:
     def whole(self) -> Tensor:
         """Return a copy of the table in the order of the ids, which lasts until the next step. Collective."""
         if self._whole is None:
-            rows, place = self.table.rows, self._features.index(self.table.features[0])
-            parts = []
+            feature, parts = self.table.features[0], []
+            # other tables may be looked up by the same feature
+            place = [index for name, index in self._part.layout.features if name == feature].index(self.index)
             with torch.no_grad():
-                for start in range(0, rows, _ROWS_AT_ONCE):
-                    ids = torch.arange(start, min(rows, start + _ROWS_AT_ONCE), device=self._tables.device)
-                    lengths = [len(ids) if place == other else 0 for other in range(len(self._features))]
+                for start in range(0, self.table.rows, _ROWS_AT_ONCE):
+                    ids = torch.arange(start, min(self.table.rows, start + _ROWS_AT_ONCE), device=self._tables.device)
+                    lengths = [len(ids) if feature == other else 0 for other in self._features]
                     features = KeyedJaggedTensor(
                         self._features, ids, lengths=torch.tensor(lengths, device=ids.device), length_per_key=lengths, stride=1
                     )
-                    parts.append(self._look_up(features)[self._number])
+                    found = self._look_up(features)[self._number]
+                    parts.append(found[place * len(ids) : (place + 1) * len(ids)])
             self._whole = torch.cat(parts)
         return self._whole
 

@@ -49,9 +49,10 @@ class ModuleForward:
         self._evaluation = evaluation
         module.forward = self.forward
         self._catalogues: dict[str, CatalogueTable] = {}
+        features = list(dict.fromkeys(feature for table in collection.tables for feature in table.features))
         for table in collection.tables:
             number = next(i for i, part in enumerate(parts) if table.name in {each.name for each in part.layout.tables})
-            self._catalogues[table.key] = CatalogueTable(table, parts[number], self.rows, number, tables)
+            self._catalogues[table.key] = CatalogueTable(table, features, parts[number], self.rows, number, tables)
         for key, weight in self._weights():
             catalogue = weight.freescale_catalogue = self._catalogues[key]
             if catalogue.has_whole_rows:
