@@ -65,6 +65,7 @@ class _StandIn(Tensor):
             f"{what} of {self.path}.weight, or of logits by it, with gradients: it is sharded, this rank has some of its rows "
             "only. In training_step hidden @ weight.T and F.linear(hidden, weight, bias) are computed over the shards where "
             "scaling, views and selected positions and then F.cross_entropy, or log_softmax with nll_loss or gather, follow. "
+            f"Look up the rows of some items, as those of sampled negatives, by calling the embedding: {self.path}(ids). "
             "Otherwise call lightning_freescale.losses.catalogue_cross_entropy; read a copy of all rows by "
             f"trainer.strategy.full_weight({self.path!r}), on every rank; or leave {self.path!r} out of "
             "FreeScaleStrategy(shard=...)"
