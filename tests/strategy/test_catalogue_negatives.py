@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.helpers.overlap_training import Case, compared
+from tests.helpers.overlap_training import Case, compared, not_refused
 
 ITEMS, DIM, LENGTH, STEPS = 300, 8, 6, 5
 SHARED, PER_POSITION = 64, 4
@@ -71,20 +72,11 @@ def gbce(model: Sampled, batch: Batch) -> Tensor:
     return -(positive + negative)[targets > 0].mean() / (PER_POSITION + 1)
 
 
-def in_batch(model: Sampled, batch: Batch) -> Tensor:
-    targets = batch["items"][:, 1:]
-    known = targets > 0
-    return _over_positives(model, model.states(batch)[known], targets[known], model.item_emb(targets)[known])
-
-
-def in_batch_of_selected(model: Sampled, batch: Batch) -> Tensor:
-    targets = batch["items"][:, 1:]
-    ids = targets[targets > 0]
-    return _over_positives(model, model.states(batch)[targets > 0], ids, model.item_emb(ids))
-
-
-def _over_positives(model: Sampled, hidden: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    places = torch.arange(len(ids))
+def in_batch(model: Sampled, batch: Batch, selected: bool = False) -> Tensor:
+    """Take the positives of other positions as negatives; ``selected`` looks up no padding, but ids that no batch holds."""
+    targets, known = batch["items"][:, 1:], batch["items"][:, 1:] > 0
+    ids, hidden = targets[known], model.states(batch)[known]
+    rows, places = model.item_emb(ids) if selected else model.item_emb(targets)[known], torch.arange(len(ids))
     hits = (ids[:, None] == ids) & (places[:, None] != places)
     return F.cross_entropy((hidden @ rows.T - model.log_q[ids]).masked_fill(hits, -torch.inf), places)
 
@@ -108,8 +100,11 @@ def _loader() -> DataLoader:
     return DataLoader(found, batch_size=None)
 
 
+SHARD = {"shard": ["item_emb"]}
+
+
 def case(loss: Any, lookups: int, optimizer: str, known: bool = True) -> Case:
-    # where they stand is learned in the first step, and the second step's are asked for before it
+    # the first step shows where ids stand in a batch, and the second one's are asked for before that
     ahead = (lookups * (STEPS - 2), lookups * 2, 0) if known else (0, lookups * STEPS, 0)
     notice = "" if known else "'item_emb': they do not stand in the batch"
     return Case(lambda: Sampled(loss, optimizer), _loader, {"max_epochs": 1}, ahead=ahead, notice=notice)
@@ -123,6 +118,17 @@ def test_as_under_ddp_and_in_time_where_the_negatives_stand_in_the_batch(ranks: 
         "gBCE": case(gbce, 3, optimizer),
         "gBCE, drawn": case(drawn(gbce, "own"), 3, optimizer, known=False),
         "in-batch": case(in_batch, 2, optimizer),
-        "in-batch, of selected": case(in_batch_of_selected, 2, optimizer, known=False),
+        "in-batch, of selected": case(partial(in_batch, selected=True), 2, optimizer, known=False),
     }
-    assert compared(ranks, cases, "ddp", {"shard": ["item_emb"]}, **CLOSE) == []
+    assert compared(ranks, cases, "ddp", SHARD, **CLOSE) == []
+
+
+def test_rows_of_the_weight_by_index_are_refused_with_the_call_that_looks_them_up() -> None:
+    styles = {
+        "index": lambda model, batch: model.item_emb.weight[batch["shared"]].sum(),
+        "functional": lambda model, batch: F.embedding(batch["shared"], model.item_emb.weight).sum(),
+        "logits": lambda model, batch: (model.states(batch) @ model.item_emb.weight.T)[..., batch["shared"]].sum(),
+    }
+    error = ["RuntimeError", "item_emb.weight", "item_emb(ids)"]
+    cases = {name: Case(lambda each=each: Sampled(each), _loader, error=error, steps=0) for name, each in styles.items()}
+    assert not_refused(2, cases, SHARD) == []
