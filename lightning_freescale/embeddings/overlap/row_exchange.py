@@ -198,8 +198,8 @@ class RowExchange:
         Without a lookup, serve those of others in the same way.
         """
         kind, request, wrong = self._ask_for([] if lookup is None else [lookup.features])
-        # others may be sending gradients: their slots have to be there, also if the loss has come to hold them meanwhile
-        given = self._nothing_given if self._waits_for_ids() or not current.updates else self._all_of(current)
+        # others may be sending gradients: their slots have to be there
+        given = self._nothing_given if self._waits_for_ids() else self._given_in_time(current)
         given = replace(given, requested=self._nothing_given.requested)
         sent = IdsToSend(NextIds.TOLD, request)
         heads, incoming, _ = self._route.exchange_ids(sent, current, kind, given, self.transport.rows(0))
