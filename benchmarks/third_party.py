@@ -21,7 +21,7 @@ import harness
 
 from lightning_freescale.testing import run_distributed
 from tests.parity.third_party.test_third_party import MODELS, model
-from tests.parity.third_party.training import Fit, Training, fit, fit_both, largest_difference, strategies
+from tests.parity.third_party.training import Fit, Training, fit, fit_both, largest_difference, reference, strategies
 
 LAST_BIT = 2.0**-23
 
@@ -59,8 +59,7 @@ def _version(package: str) -> str:
 
 def rounded(kind: type[Training], optimizer: str) -> list[Fit]:
     """Fit twice under "ddp", the second time from weights that differ in their last bit."""
-    reference = "lazy adam" if optimizer == "adam" else optimizer
-    return [fit(kind, reference, strategies(kind)[0], rounding) for rounding in (0.0, LAST_BIT)]
+    return [fit(kind, reference(kind, optimizer), strategies(kind)[0], rounding) for rounding in (0.0, LAST_BIT)]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from recbole.model.sequential_recommender.srgnn import SRGNN
 from recbole.model.sequential_recommender.stamp import STAMP
 from torch import Tensor, nn
 
-from tests.parity.third_party.training import DIM, ITEMS, LENGTH, RATES, SAMPLES, Training, sequences
+from tests.parity.third_party.training import CATALOGUE, DIM, LENGTH, RATES, SAMPLES, Training, sequences
 
 # as RecBole's Config has them by default; sizes and the loss are ours
 FIELDS = {
@@ -45,10 +45,11 @@ TRANSFORMER = {
 
 
 class _Items:
-    user_num = ITEMS
+    def __init__(self, count: int) -> None:
+        self.user_num = self._count = count
 
     def num(self, field: str) -> int:
-        return ITEMS
+        return self._count
 
 
 class RecBoleTraining(Training):
@@ -63,15 +64,15 @@ class RecBoleTraining(Training):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        self.model = self.model_class({**FIELDS, **self.config, "loss_type": self.loss_type}, _Items())
+        self.model = self.model_class({**FIELDS, **self.config, "loss_type": self.loss_type}, _Items(self.items))
         if self.trained_before:  # the model's own first rows are too small to be moved in 50 steps
             nn.init.normal_(self.model.item_embedding.weight, std=0.5)
 
     def loss(self, batch: Interaction) -> Tensor:
         return self.model.calculate_loss(batch)
 
-    @staticmethod
-    def batches(seed: int, count: int) -> list[Interaction]:
+    @classmethod
+    def batches(cls, seed: int, count: int) -> list[Interaction]:
         return [
             Interaction(
                 {
@@ -82,7 +83,7 @@ class RecBoleTraining(Training):
                     "neg_item_id": batch["negative"][:, 0].clone(),
                 }
             )
-            for batch in sequences(seed, count)
+            for batch in sequences(seed, count, cls.items)
         ]
 
 
@@ -109,16 +110,16 @@ class BERT4RecTraining(RecBoleTraining):
     config = {**TRANSFORMER, "hidden_dropout_prob": 0.2, "attn_dropout_prob": 0.2, "mask_ratio": 0.2}
     without_effect = ("attention.key.bias",)
 
-    @staticmethod
-    def batches(seed: int, count: int) -> list[Interaction]:
+    @classmethod
+    def batches(cls, seed: int, count: int) -> list[Interaction]:
         """Two masked items each, as RecBole's transform makes them of a sequence."""
         found, row = [], torch.arange(SAMPLES)
-        for batch, interaction in zip(sequences(seed, count), RecBoleTraining.batches(seed, count)):
+        for batch, interaction in zip(sequences(seed, count, cls.items), super().batches(seed, count)):
             # an index of 0 is no item to RecBole: a history of two has one to mask
             index = torch.stack([torch.where(batch["lengths"] > 2, batch["lengths"] - 2, 0), batch["lengths"] - 1], dim=1)
             masked, there = batch["items"].clone(), index > 0
             for column in (0, 1):
-                masked[row, index[:, column]] = torch.where(there[:, column], ITEMS, masked[row, index[:, column]])
+                masked[row, index[:, column]] = torch.where(there[:, column], cls.items, masked[row, index[:, column]])
             interaction["Mask_item_id_list"], interaction["MASK_INDEX"] = masked, index
             for name, ids in (("Pos_item_id", batch["positive"]), ("Neg_item_id", batch["negative"])):
                 interaction[name] = ids.gather(1, index) * there
@@ -168,7 +169,29 @@ class FPMCTraining(RecBoleTraining):
     rates = {"sgd": 25.0, "adagrad": 0.08, "adam": 0.07}
 
 
-class SASRecSoftmax(SASRecTraining):
-    """RecBole's default loss: a softmax over the weight of all items."""
+class Softmax(RecBoleTraining):
+    """RecBole's default loss: a softmax over all items, by the table's weight."""
 
     loss_type = "CE"
+    items = CATALOGUE
+    softmax = True
+
+
+class SASRecSoftmax(Softmax, SASRecTraining):
+    pass
+
+
+class GRU4RecSoftmax(Softmax, GRU4RecTraining):
+    pass
+
+
+class BERT4RecSoftmax(Softmax, BERT4RecTraining):
+    """Its softmax leaves the mask's row out."""
+
+
+class NARMSoftmax(Softmax, NARMTraining):
+    pass
+
+
+class LightSANsSoftmax(Softmax, LightSANsTraining):
+    pass

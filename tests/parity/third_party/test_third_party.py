@@ -32,6 +32,17 @@ MODELS = {
     "GPT2's own table": "transformers_models.GPT2OwnTable",
     "Mamba's own table": "transformers_models.MambaOwnTable",
     "T5 encoder's own table": "transformers_models.T5EncoderOwnTable",
+    "SASRec, softmax": "recbole_models.SASRecSoftmax",
+    "GRU4Rec, softmax": "recbole_models.GRU4RecSoftmax",
+    "BERT4Rec, softmax": "recbole_models.BERT4RecSoftmax",
+    "NARM, softmax": "recbole_models.NARMSoftmax",
+    "LightSANs, softmax": "recbole_models.LightSANsSoftmax",
+    "RePlay's SasRec, softmax": "replay_models.SasRecSoftmax",
+    "RePlay's earlier SasRec, softmax": "replay_models.EarlierSasRecSoftmax",
+    "RePlay's Bert4Rec, softmax": "replay_models.Bert4RecSoftmax",
+    "RecTools' SASRec, softmax": "rectools_models.SASRecSoftmax",
+    "GPT2, softmax": "transformers_models.GPT2Softmax",
+    "Llama, softmax": "transformers_models.LlamaSoftmax",
     "mixture of experts": "mixture_of_experts.MixtureTraining",
     "experts' own tables": "mixture_of_experts.ExpertTables",
 }
@@ -43,7 +54,7 @@ third_party = pytest.mark.third_party
 def model(name: str) -> type[Training]:
     """Return a model, or skip the test where its package is not installed."""
     file, kind = MODELS.get(name, name).split(".")
-    for package in ("deepctr_torch", "generative_recommenders", "recbole", "torch_rechub", "transformers"):
+    for package in ("deepctr_torch", "generative_recommenders", "recbole", "rectools", "replay", "torch_rechub", "transformers"):
         if file.startswith(package):
             pytest.importorskip(package)
     return getattr(import_module(f"tests.parity.third_party.{file}"), kind)

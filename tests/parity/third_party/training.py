@@ -22,10 +22,18 @@ DIM, LENGTH, SAMPLES, STEPS = 8, 10, 8, 50
 ITEMS = LARGE_EMBEDDING // DIM + 1
 """The fewest rows that ``shard="auto"`` shards a table for: nothing of it is changed for these tests."""
 USERS = 40
-POPULAR = 1 + torch.randperm(ITEMS - 1, generator=torch.Generator().manual_seed(7))[:120]
-"""The items that occur, anywhere in the table, so that batches have rows in common; 0 is padding."""
+CATALOGUE = 2001
+"""Rows where the loss is a softmax over all of them, which would take most of the time with more."""
 RATES = {"sgd": 0.2, "adagrad": 0.02, "adam": 0.003}
 """Low enough that training does not amplify rounding to anything: ``rounded`` below shows what it does to it."""
+
+
+def popular(items: int) -> Tensor:
+    """Return the items that occur, anywhere in the table, so that batches have rows in common; 0 is padding."""
+    return 1 + torch.randperm(items - 1, generator=torch.Generator().manual_seed(7))[:120]
+
+
+POPULAR = popular(ITEMS)
 
 
 class LazyAdam(torch.optim.Adam):
@@ -67,6 +75,8 @@ class Training(L.LightningModule):
     Attributes:
         package: the distribution that the model comes from.
         tables: the paths of the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules that are sharded.
+        items: how many there are.
+        softmax: whether the loss is over all rows of the tables, so that every step changes all of them, as Adam itself does.
         options: what ``"ddp"`` needs to train it, and ``"freescale"`` as well.
         without_effect: parameters that the loss does not depend on, so that their gradients are rounding alone.
         rates: learning rates, by optimizer.
@@ -74,6 +84,8 @@ class Training(L.LightningModule):
 
     package: ClassVar[str]
     tables: ClassVar[tuple[str, ...]] = ()
+    items: ClassVar[int] = ITEMS
+    softmax: ClassVar[bool] = False
     options: ClassVar[dict[str, Any]] = {}
     without_effect: ClassVar[tuple[str, ...]] = ()
     rates: ClassVar[dict[str, float]] = RATES
@@ -86,10 +98,10 @@ class Training(L.LightningModule):
         """Return the loss of a batch."""
         raise NotImplementedError
 
-    @staticmethod
-    def batches(seed: int, count: int) -> list[Any]:
+    @classmethod
+    def batches(cls, seed: int, count: int) -> list[Any]:
         """Return that many batches."""
-        return sequences(seed, count)
+        return sequences(seed, count, cls.items)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -103,20 +115,20 @@ class Training(L.LightningModule):
         return kinds[self.optimizer](self.parameters(), lr=self.rates[self.optimizer])
 
 
-def sequences(seed: int, count: int) -> list[dict[str, Tensor]]:
+def sequences(seed: int, count: int, items: int = ITEMS) -> list[dict[str, Tensor]]:
     """Return batches of histories, padded behind, with a positive and a negative item for each position, and lengths.
 
     Positives are among the first two thirds of the popular items and negatives among the last, so that there is something to
     learn, and no loss vanishes.
     """
-    found = []
+    found, often = [], popular(items)
     for step in range(count):
         draw = torch.Generator().manual_seed(1000 * seed + step)
         lengths = torch.randint(2, LENGTH + 1, (SAMPLES,), generator=draw)
         there = torch.arange(LENGTH) < lengths[:, None]
-        third = len(POPULAR) // 3
+        third = len(often) // 3
         drawn = {"items": (0, 3 * third), "positive": (0, 2 * third), "negative": (third, 3 * third)}
-        ids = {name: POPULAR[torch.randint(*span, (SAMPLES, LENGTH), generator=draw)] * there for name, span in drawn.items()}
+        ids = {name: often[torch.randint(*span, (SAMPLES, LENGTH), generator=draw)] * there for name, span in drawn.items()}
         found.append({**ids, "lengths": lengths})
     return found
 
@@ -146,15 +158,21 @@ class Fit:
     mispredicted: float = 0.0
 
 
-def strategies(kind: type[Training], shard: Any = "auto") -> list[DDPStrategy]:
-    """The two that are compared."""
-    return [DDPStrategy(**kind.options), FreeScaleStrategy(shard=shard, **kind.options)]
+def strategies(kind: type[Training], **sharding: Any) -> list[DDPStrategy]:
+    """The two that are compared; tables that are too small for ``shard="auto"`` are named."""
+    shard = list(kind.tables) if kind.items < ITEMS else "auto"
+    return [DDPStrategy(**kind.options), FreeScaleStrategy(**{"shard": shard, **sharding}, **kind.options)]
 
 
-def fit_both(kind: type[Training], optimizer: str, shard: Any = "auto") -> list[Fit]:
-    """Fit on this rank of ``run_distributed``: under "ddp", with Adam the lazy one, and under "freescale"."""
-    reference = "lazy adam" if optimizer == "adam" else optimizer
-    return [fit(kind, each, strategy) for each, strategy in zip((reference, optimizer), strategies(kind, shard))]
+def fit_both(kind: type[Training], optimizer: str, **sharding: Any) -> list[Fit]:
+    """Fit on this rank of ``run_distributed``: under "ddp" and under "freescale"."""
+    optimizers = reference(kind, optimizer), optimizer
+    return [fit(kind, each, strategy) for each, strategy in zip(optimizers, strategies(kind, **sharding))]
+
+
+def reference(kind: type[Training], optimizer: str) -> str:
+    """Return the optimizer under "ddp": of Adam the lazy one, except where every step changes all rows."""
+    return "lazy adam" if optimizer == "adam" and not kind.softmax else optimizer
 
 
 def fit(kind: type[Training], optimizer: str, strategy: DDPStrategy, rounding: float = 0.0) -> Fit:

@@ -7,8 +7,10 @@ from transformers import (
     BertConfig,
     BertModel,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Model,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     MambaConfig,
     MambaModel,
@@ -16,7 +18,7 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tests.parity.third_party.training import DIM, ITEMS, LENGTH, RATES, Training, ranking_loss
+from tests.parity.third_party.training import CATALOGUE, DIM, ITEMS, LENGTH, RATES, Training, ranking_loss
 
 SIZES = {
     "hidden_size": DIM,
@@ -127,3 +129,34 @@ class T5EncoderOwnTable(LlamaOwnTable):
         Training.__init__(self, optimizer)
         sizes = {"d_model": DIM, "d_kv": DIM // 2, "d_ff": 2 * DIM, "num_layers": 2, "num_heads": 2}
         self.model = T5EncoderModel(T5Config(vocab_size=ITEMS, **sizes))
+
+
+class LlamaSoftmax(Training):
+    """A causal language model over items, with its own loss; its output layer has the table's weight."""
+
+    package = "transformers"
+    tables = ("model.model.embed_tokens",)
+    items = CATALOGUE
+    softmax = True
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        config = {"vocab_size": CATALOGUE, "tie_word_embeddings": True, "initializer_range": 0.2, **SIZES}
+        self.model = LlamaForCausalLM(LlamaConfig(**config))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        there = batch["items"] != 0
+        labels = batch["items"].masked_fill(~there, -100)
+        return self.model(input_ids=batch["items"], attention_mask=there.long(), labels=labels).loss
+
+
+class GPT2Softmax(LlamaSoftmax):
+    """The same with dropout, and with the module that has the table in another place."""
+
+    tables = ("model.transformer.wte",)
+    without_effect = GPT2OwnTable.without_effect
+
+    def __init__(self, optimizer: str) -> None:
+        Training.__init__(self, optimizer)
+        sizes = {"n_positions": LENGTH, "n_embd": DIM, "n_layer": 2, "n_head": 2, "n_inner": 2 * DIM}
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=CATALOGUE, bos_token_id=None, eos_token_id=None, **sizes))
