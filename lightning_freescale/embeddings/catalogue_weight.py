@@ -154,10 +154,10 @@ class CatalogueWeight(_StandIn):
             if func in _SAME and _keeps_type(self, args[1:], kwargs):
                 return self
             if func is Tensor.__getitem__ and not self.transposed:
-                index = args[1] if isinstance(args[1], tuple) else (args[1],)
-                rest = all(each in (slice(None), ...) for each in index[1:])
-                if rest and isinstance(index[0], slice) and index[0].step in (None, 1):
-                    return self._like(rows=self.rows[index[0]])
+                first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+                rows = self._range(first)
+                if rows is not None and all(each in (slice(None), ...) for each in rest):
+                    return self._like(rows=rows)
         elif func in _PRODUCTS and args[1] is self and self.transposed:
             return CatalogueLogits(args[0], self._like(transposed=False))
         elif func is F.linear:
@@ -165,6 +165,14 @@ class CatalogueWeight(_StandIn):
             if given["weight"] is self and not self.transposed:
                 return CatalogueLogits(given["input"], self, given.get("bias"))
         return self.refuse(getattr(func, "__name__", f"{func}"))
+
+    def _range(self, index: Any) -> range | None:
+        """Return which rows an index selects, if these follow each other; it may be a mask that leaves rows at an end out."""
+        if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == (len(self.rows),):
+            chosen = index.nonzero()
+            if len(chosen) and int(chosen[-1] - chosen[0]) == len(chosen) - 1:
+                index = slice(int(chosen[0]), int(chosen[-1]) + 1)
+        return self.rows[index] if isinstance(index, slice) and index.step in (None, 1) else None
 
     def _like(self, rows: range | None = None, transposed: bool | None = None) -> CatalogueWeight:
         transposed = self.transposed if transposed is None else transposed

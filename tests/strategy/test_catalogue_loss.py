@@ -99,6 +99,13 @@ def _sliced(model: NextItem, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, ITEMS - 1), targets.reshape(-1) - 1, ignore_index=-1, reduction="sum") / 9
 
 
+def _masked(model: NextItem, hidden: Tensor, targets: Tensor) -> Tensor:
+    items = torch.ones(ITEMS, dtype=torch.bool)
+    items[0].zero_()
+    logits = F.linear(hidden, model.item_emb.weight[items])
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1) - 1, ignore_index=-1, reduction="sum") / 9
+
+
 def _without_padding(model: NextItem, hidden: Tensor, targets: Tensor) -> Tensor:
     logits = (hidden @ model.item_emb.weight.T)[..., 1:]
     return F.cross_entropy(logits[targets > 0], targets[targets > 0] - 1, reduction="sum", label_smoothing=0.2) / 9
@@ -121,6 +128,7 @@ STYLES: dict[str, Callable[[NextItem, Tensor, Tensor], Tensor]] = {
     "log": _log,
     "gathered": _gathered,
     "sliced": _sliced,
+    "masked": _masked,
     "without padding": _without_padding,
     "ours": _ours,
     "twice": _twice,
