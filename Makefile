@@ -35,7 +35,8 @@ test-third-party: $(VENV)/.third-party
 	$(BIN)/python -m pytest tests/callbacks/test_loggers.py tests/profiling/reporting/test_other_tools.py
 
 $(VENV)/.third-party: $(VENV)/.ready $(THIRD_PARTY)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 litdata==0.2.76 HolisticTraceAnalysis==0.5.0
+	$(BIN)/python -m pip install --quiet --no-deps recbole==1.2.1 rectools==0.19.0 replay-rec==0.22.0 \
+		litdata==0.2.76 HolisticTraceAnalysis==0.5.0
 	$(BIN)/python -m pip install --quiet -r $(THIRD_PARTY)/requirements.txt
 	touch $@
 

@@ -60,13 +60,13 @@ class RecBoleTraining(Training):
     model_class: ClassVar[type[SequentialRecommender]]
     config: ClassVar[dict[str, Any]]
     loss_type = "BPR"
-    trained_before = False
+    first_rows: ClassVar[float | None] = None  # their deviation, where the model's own are too small to be moved in 50 steps
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
         self.model = self.model_class({**FIELDS, **self.config, "loss_type": self.loss_type}, _Items(self.items))
-        if self.trained_before:  # the model's own first rows are too small to be moved in 50 steps
-            nn.init.normal_(self.model.item_embedding.weight, std=0.5)
+        if self.first_rows is not None:
+            nn.init.normal_(self.model.item_embedding.weight, std=self.first_rows)
 
     def loss(self, batch: Interaction) -> Tensor:
         return self.model.calculate_loss(batch)
@@ -132,7 +132,7 @@ class NARMTraining(RecBoleTraining):
 
     model_class = NARM
     config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "n_layers": 1, "dropout_probs": [0.25, 0.5]}
-    trained_before = True
+    first_rows = 0.5
 
 
 class SRGNNTraining(RecBoleTraining):
@@ -157,7 +157,7 @@ class STAMPTraining(RecBoleTraining):
     model_class = STAMP
     config = {"embedding_size": DIM}
     rates = {"sgd": 1.0, "adagrad": 0.02, "adam": 0.01}
-    trained_before = True
+    first_rows = 0.5
 
 
 class FPMCTraining(RecBoleTraining):
@@ -182,7 +182,7 @@ class SASRecSoftmax(Softmax, SASRecTraining):
 
 
 class GRU4RecSoftmax(Softmax, GRU4RecTraining):
-    pass
+    rates = {**GRU4RecTraining.rates, "sgd": 1.0}
 
 
 class BERT4RecSoftmax(Softmax, BERT4RecTraining):
@@ -190,7 +190,8 @@ class BERT4RecSoftmax(Softmax, BERT4RecTraining):
 
 
 class NARMSoftmax(Softmax, NARMTraining):
-    pass
+    first_rows = 1.0
+    rates = {"sgd": 0.05, "adagrad": 0.04, "adam": 0.01}
 
 
 class LightSANsSoftmax(Softmax, LightSANsTraining):

@@ -7,9 +7,10 @@ from importlib import import_module
 import pytest
 import torch
 
+from lightning_freescale.embeddings import embedding_choice
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.overlap_training import assert_same
-from tests.parity.third_party.training import STEPS, Fit, Training, fit_both
+from tests.parity.third_party.training import CATALOGUE, DIM, STEPS, Fit, Training, fit_both
 
 MODELS = {
     "SASRec": "recbole_models.SASRecTraining",
@@ -54,7 +55,15 @@ third_party = pytest.mark.third_party
 def model(name: str) -> type[Training]:
     """Return a model, or skip the test where its package is not installed."""
     file, kind = MODELS.get(name, name).split(".")
-    for package in ("deepctr_torch", "generative_recommenders", "recbole", "rectools", "replay", "torch_rechub", "transformers"):
+    for package in (
+        "deepctr_torch",
+        "generative_recommenders",
+        "recbole",
+        "rectools",
+        "replay",
+        "torch_rechub",
+        "transformers",
+    ):
         if file.startswith(package):
             pytest.importorskip(package)
     return getattr(import_module(f"tests.parity.third_party.{file}"), kind)
@@ -89,8 +98,17 @@ def test_trains_as_under_ddp(name: str, optimizer: str, ranks: int) -> None:
     _assert_trained_alike(run_distributed(fit_both, ranks, kind, optimizer), kind)
 
 
+@third_party
+@pytest.mark.parametrize("name", ["SASRec, softmax", "GPT2, softmax"])
+def test_auto_shards_the_table_of_a_softmax(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_choice, "LARGE_EMBEDDING", CATALOGUE * DIM)
+    kind = model(name)
+    assert tuple(embedding_choice.choose_embeddings(kind("adam"), "auto").chosen) == kind.tables
+    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adam", shard="auto"), kind)
+
+
 REFUSED = {
-    "a softmax over the whole table": ("recbole_models.SASRecSoftmax", r"model\.item_embedding"),
+    "a sigmoid for every row": ("replay_models.EarlierSasRecBinary", r"model\._model\.item_embedder\.item_emb\.weight"),
     "an L2 norm of weights kept in a list": (
         "deepctr_torch_models.DeepFMDefaults",
         r"'model\.embedding_dict\.item\.weight'",

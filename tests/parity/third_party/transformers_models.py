@@ -138,6 +138,7 @@ class LlamaSoftmax(Training):
     tables = ("model.model.embed_tokens",)
     items = CATALOGUE
     softmax = True
+    rates = {"sgd": 0.3, "adagrad": 0.02, "adam": 0.01}
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -155,6 +156,7 @@ class GPT2Softmax(LlamaSoftmax):
 
     tables = ("model.transformer.wte",)
     without_effect = GPT2OwnTable.without_effect
+    rates = RATES
 
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)
