@@ -32,11 +32,10 @@ _PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm,
 _TRANSPOSED: set[Any] = {torch.t, Tensor.t, _TENSOR.T.__get__, _TENSOR.mT.__get__}
 _SWAPS: set[Any] = {getattr(where, n) for where in (torch, Tensor) for n in ("transpose", "swapaxes", "swapdims")}
 _PERMUTES: set[Any] = {torch.permute, Tensor.permute}
-_SAME: set[Any] = {Tensor.contiguous, Tensor.float, torch.clone, Tensor.clone, torch.Tensor.to, Tensor.type_as}
-_SCALES: set[Any] = {
-    *(torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide),
-    *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.divide, Tensor.true_divide),
-    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__),
+_SAME: set[Any] = {Tensor.contiguous, Tensor.float, Tensor.to, Tensor.type_as}
+_PRODUCTS_BY_NUMBER: set[Any] = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
+_QUOTIENTS: set[Any] = {
+    *(torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__),
 }
 _SCALES_IN_PLACE: dict[Any, Any] = {
     Tensor.mul_: torch.mul,
@@ -44,14 +43,6 @@ _SCALES_IN_PLACE: dict[Any, Any] = {
     Tensor.div_: torch.div,
     Tensor.__itruediv__: torch.div,
 }
-_ADDS: set[Any] = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_OF_POSITIONS: set[Any] = {
-    *(torch.flatten, Tensor.flatten, torch.unsqueeze, Tensor.unsqueeze, torch.squeeze, Tensor.squeeze),
-    *(torch.index_select, Tensor.index_select),
-}
-_RESHAPES: set[Any] = {Tensor.view, Tensor.reshape, torch.reshape}
-_LOG_SOFTMAX: set[Any] = {F.log_softmax, torch.log_softmax, Tensor.log_softmax}
-_GATHERS: set[Any] = {torch.gather, Tensor.gather}
 
 
 class _StandIn(Tensor):
@@ -62,7 +53,7 @@ class _StandIn(Tensor):
     def refuse(self, what: str) -> NoReturn:
         """Raise because something is asked for that the shards do not give."""
         raise RuntimeError(
-            f"{what} of {self.path}.weight, or of logits by it, with gradients: it is sharded, this rank has some of its rows "
+            f"{what} of {self.path}.weight, or of logits by it, in training: it is sharded, this rank has some of its rows "
             "only. In training_step hidden @ weight.T and F.linear(hidden, weight, bias) are computed over the shards where "
             "scaling, views and selected positions and then F.cross_entropy, or log_softmax with nll_loss or gather, follow. "
             f"Look up the rows of some items, as those of sampled negatives, by calling the embedding: {self.path}(ids). "
@@ -218,132 +209,146 @@ class CatalogueLogits(_StandIn):
 
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what ``func`` would return of the logits."""
-        found = None if self.detached else self._apply(func, *args, **kwargs)
-        if found is None:
-            self.refuse(getattr(func, "__name__", f"{func}"))
-        return found
+        handler = None if self.detached else _HANDLERS.get(func)
+        found = None if handler is None else handler(self, func, args, kwargs)
+        return self.refuse(getattr(func, "__name__", f"{func}")) if found is None else found
 
-    def _apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        last, ours = self.at == self.dim() - 1, args[0] is self
-        if func in (F.cross_entropy, F.nll_loss):
-            return self._loss(func, *args, **kwargs)
-        if func in (torch.detach, Tensor.detach):
-            found = self._like(self.hidden.detach())
-            found.detached = True
-            return found
-        if func in _SAME and ours and _keeps_type(self, args[1:], kwargs):
-            return self
-        if func in _LOG_SOFTMAX and ours:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            return self._like(of_log=True) if dim is not None and dim % self.dim() == self.at else None
-        if func in _SWAPS | _PERMUTES and ours:
-            return self._permuted(_dims(args, kwargs, self.dim()), func in _PERMUTES)
-        if not last:
-            return None
-        if func is Tensor.__getitem__:
-            return self._selected(args[1])
-        if func in _RESHAPES:
-            return self._reshaped(*args[1:], **kwargs)
-        if func in _OF_POSITIONS:
-            hidden = func(self.hidden, *args[1:], **kwargs)
-            return self._like(hidden) if hidden.shape[-1] == self.hidden.shape[-1] else None
-        if self.of_log:
-            return self._gathered(*args, **kwargs) if func in _GATHERS and ours else None
-        if func in _SCALES and not kwargs:
-            return self._scaled(func, args)
-        if func in _SCALES_IN_PLACE:
-            scaled = self._scaled(_SCALES_IN_PLACE[func], args)
-            if scaled is not None:
-                self.hidden, self.bias = scaled.hidden, scaled.bias
-            return None if scaled is None else self
-        if func in _ADDS and not kwargs:
-            other = args[1] if ours else args[0]
-            if isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == len(self.weight.rows):
-                other = other.reshape(-1)
-                return self._like(bias=other if self.bias is None else self.bias + other)
-        return None
+    @property
+    def last(self) -> bool:
+        """Whether the last dimension is that of the items."""
+        return self.at == self.dim() - 1
 
     def _like(self, hidden: Tensor | None = None, **changes: Any) -> CatalogueLogits:
         hidden = self.hidden if hidden is None else hidden
         kept: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "of_log": self.of_log}
-        if self.at != self.dim() - 1:
+        if not self.last:
             kept["at"] = self.at
         return CatalogueLogits(hidden, **{**kept, **changes})
 
-    def _loss(self, func: Any, input: Tensor, target: Tensor, *others: Any, **options: Any) -> Tensor | None:
-        names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        given = dict(zip(names, others)) | options
+    # -- what functions return, each given with its arguments; None for what the shards do not give
+
+    def _same(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        return self if args[0] is self and _keeps_type(self, args[1:], kwargs) else None
+
+    def _cloned(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
+        return self._like()
+
+    def _as_detached(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
+        found = self._like(self.hidden.detach())
+        found.detached = True
+        return found
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+        given = dict(zip(names, args)) | kwargs
+        target = given.pop("target")
         for name in ("weight", "size_average", "reduce"):
             if given.pop(name, None) is not None:
                 self.refuse(f"{func.__name__}({name}=...)")
-        if input is not self or target.is_floating_point() or self.at != min(1, self.dim() - 1):
+        if given.pop("input") is not self or target.is_floating_point() or self.at != min(1, self.dim() - 1):
             return None
         if func is F.nll_loss and not self.of_log:
             return None
         return catalogue_cross_entropy(self.hidden, self.weight, target, self.bias, **given)
 
-    def _gathered(self, _: Tensor, dim: int, index: Tensor, **options: Any) -> Tensor | None:
-        if dim % self.dim() != self.at or index.shape != (*self.hidden.shape[:-1], 1):
-            return None
-        nothing_ignored = -1
-        found = catalogue_cross_entropy(
-            self.hidden, self.weight, index[..., 0], self.bias, ignore_index=nothing_ignored, reduction="none"
-        )
-        return -found[..., None]
+    def _log_softmax(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return self._like(of_log=True) if dim is not None and dim % self.dim() == self.at else None
 
-    def _permuted(self, dims: list[int], whole: bool) -> CatalogueLogits | None:
-        order = list(range(self.dim()))
-        if whole:
-            order = dims
-        else:
-            order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
+    def _gathered(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        given = dict(zip(("input", "dim", "index"), args)) | kwargs
+        index = given["index"]
+        fits = given["dim"] % self.dim() == self.at and index.shape == (*self.hidden.shape[:-1], 1)
+        if not (self.of_log and self.last and fits):
+            return None
+        options: Any = {"ignore_index": torch.iinfo(torch.int64).min, "reduction": "none"}  # none is ignored
+        return -catalogue_cross_entropy(self.hidden, self.weight, index[..., 0], self.bias, **options)[..., None]
+
+    def _swapped(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
+        order, (one, other) = list(range(self.dim())), _dims(args, kwargs, self.dim())
+        order[one], order[other] = order[other], order[one]
+        return self._ordered(order)
+
+    def _permuted(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
+        return self._ordered(_dims(args, kwargs, self.dim()))
+
+    def _ordered(self, order: list[int]) -> CatalogueLogits:
         positions = [each - (each > self.at) for each in order if each != self.at]
         hidden = self.hidden.permute(*positions, self.hidden.dim() - 1)
         return CatalogueLogits(hidden, self.weight, self.bias, order.index(self.at), self.of_log)
 
-    def _selected(self, index: Any) -> CatalogueLogits | None:
-        given = list(index) if isinstance(index, tuple) else [index]
-        taken = sum(each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else each is not None for each in given)
-        ellipsis = [place for place, each in enumerate(given) if each is ...]
-        taken -= len(ellipsis)
-        if taken < self.dim():
-            if ellipsis and ellipsis[0] < len(given) - 1 and taken:
-                return self._limited(given[:-1], given[-1])
-            return self._like(self.hidden[index])
-        return self._limited(given[:-1], given[-1])
+    def _of_positions(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        hidden = func(self.hidden, *args[1:], **kwargs)
+        return self._like(hidden) if self.last and hidden.shape[-1] == self.hidden.shape[-1] else None
 
-    def _limited(self, positions: list[Any], items: Any) -> CatalogueLogits | None:
-        """Return the logits of some positions, and of a range of items."""
-        if not isinstance(items, slice) or items.step not in (None, 1):
-            return None
-        hidden = self.hidden[(*positions, slice(None))]
+    def _selected(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        given = list(args[1]) if isinstance(args[1], tuple) else [args[1]]
+        dims = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else each is not None for each in given]
+        places = [place for place, each in enumerate(given) if each is ...]
+        *positions, items = given
+        if sum(dims) - len(places) < self.dim() and (not places or places[0] == len(given) - 1 or items is None):
+            return self._of_positions(func, args, kwargs)
+        if not self.last or self.of_log or not isinstance(items, slice) or items.step not in (None, 1):
+            # probabilities are of all items, whichever are selected
+            return self._of_positions(func, args, kwargs) if items == slice(None) else None
         bias = None if self.bias is None else self.bias[items]
-        if self.of_log:  # their probabilities are of all items
-            return None
-        return CatalogueLogits(hidden, self.weight[items], bias)
+        return CatalogueLogits(self.hidden[(*positions, slice(None))], self.weight[items], bias)
 
-    def _reshaped(self, *shape: Any, **options: Any) -> CatalogueLogits | None:
-        sizes = options.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        if not all(isinstance(size, int) for size in sizes):
+    def _reshaped(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        shape = args[1:]
+        sizes = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        if not self.last or not all(isinstance(size, int) for size in sizes):
             return None
         items, lead = len(self.weight.rows), list(sizes[:-1])
-        positions = self.hidden.shape[:-1].numel()
-        if sizes[-1] == -1 and torch.Size(lead).numel() != positions:
+        if sizes[-1] == -1 and torch.Size(lead).numel() != self.hidden.shape[:-1].numel():
             return None
         return self._like(self.hidden.reshape(*lead, self.hidden.shape[-1])) if sizes[-1] in (items, -1) else None
 
-    def _scaled(self, func: Callable[..., Tensor], args: Any) -> CatalogueLogits | None:
+    def _scaled(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> CatalogueLogits | None:
         factor = args[1] if args[0] is self else args[0]
         by_position = isinstance(factor, Tensor) and factor.dim() > 0
-        if by_position and (factor.shape[-1] != 1 or self.bias is not None):
-            return None
-        if args[0] is not self and func not in (torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__):
+        refused = by_position and (factor.shape[-1] != 1 or self.bias is not None)
+        if refused or kwargs or self.of_log or not self.last or (args[0] is not self and func not in _PRODUCTS_BY_NUMBER):
             return None
 
         def scale(given: Tensor) -> Tensor:
             return func(given, factor)
 
         return self._like(scale(self.hidden), bias=None if self.bias is None else scale(self.bias))
+
+    def _scaled_in_place(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        scaled = self._scaled(_SCALES_IN_PLACE[func], args, kwargs)
+        if scaled is not None:
+            self.hidden, self.bias = scaled.hidden, scaled.bias
+        return None if scaled is None else self
+
+    def _added(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
+        other = args[1] if args[0] is self else args[0]
+        by_item = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == len(self.weight.rows)
+        if not by_item or kwargs or self.of_log or not self.last:
+            return None
+        other = other.reshape(-1)
+        return self._like(bias=other if self.bias is None else self.bias + other)
+
+
+_HANDLERS: dict[Any, Callable[[CatalogueLogits, Any, Any, Any], Any]] = {
+    **dict.fromkeys(_SAME, CatalogueLogits._same),
+    **dict.fromkeys((torch.clone, Tensor.clone), CatalogueLogits._cloned),
+    **dict.fromkeys((torch.detach, Tensor.detach), CatalogueLogits._as_detached),
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), CatalogueLogits._loss),
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), CatalogueLogits._log_softmax),
+    **dict.fromkeys((torch.gather, Tensor.gather), CatalogueLogits._gathered),
+    **dict.fromkeys(_SWAPS, CatalogueLogits._swapped),
+    **dict.fromkeys(_PERMUTES, CatalogueLogits._permuted),
+    **dict.fromkeys((torch.flatten, Tensor.flatten, torch.index_select, Tensor.index_select), CatalogueLogits._of_positions),
+    **dict.fromkeys((torch.unsqueeze, Tensor.unsqueeze, torch.squeeze, Tensor.squeeze), CatalogueLogits._of_positions),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), CatalogueLogits._reshaped),
+    **dict.fromkeys((*_PRODUCTS_BY_NUMBER, *_QUOTIENTS), CatalogueLogits._scaled),
+    **dict.fromkeys(_SCALES_IN_PLACE, CatalogueLogits._scaled_in_place),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), CatalogueLogits._added),
+    Tensor.__getitem__: CatalogueLogits._selected,
+}
+"""What the logits do instead of a function."""
 
 
 def _dims(args: Any, kwargs: Any, dims: int) -> list[int]:
