@@ -213,9 +213,9 @@ class RankPositions:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
         self._group, self._device, self._count = group, device, count
-        counts = torch.empty(group.size(), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
-        self.counts: list[int] = counts.tolist()
+        counts = torch.empty(group.size(), 1, dtype=torch.int64, device=device)
+        dist.all_gather(list(counts), torch.tensor([count], device=device), group=group)
+        self.counts: list[int] = counts[:, 0].tolist()
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return what all ranks give, in one message. Collective."""
@@ -225,7 +225,7 @@ class RankPositions:
         mine = torch.nn.functional.pad(octets, (0, 0, 0, most - self._count))
         came = mine.new_empty(len(self.counts), most, width)
         if most:
-            dist.all_gather_into_tensor(came.view(-1), mine.view(-1), group=self._group)
+            dist.all_gather(list(came), mine, group=self._group)
         every = torch.cat([part[:count] for part, count in zip(came, self.counts)]).to(tensors[0].device)
         columns = every.split([each.shape[1] * each.element_size() for each in flat], dim=1)
         found = zip(columns, tensors)
