@@ -55,17 +55,9 @@ third_party = pytest.mark.third_party
 def model(name: str) -> type[Training]:
     """Return a model, or skip the test where its package is not installed."""
     file, kind = MODELS.get(name, name).split(".")
-    for package in (
-        "deepctr_torch",
-        "generative_recommenders",
-        "recbole",
-        "rectools",
-        "replay",
-        "torch_rechub",
-        "transformers",
-    ):
-        if file.startswith(package):
-            pytest.importorskip(package)
+    package = file.removesuffix("_models")
+    if package != file:
+        pytest.importorskip(package)
     return getattr(import_module(f"tests.parity.third_party.{file}"), kind)
 
 
@@ -78,7 +70,7 @@ def _cases() -> list:
     return [*quick, adam, *(pytest.param(*case, marks=third_party) for case in every)]
 
 
-def _assert_trained_alike(fits: list[list[Fit]], kind: type[Training]) -> None:
+def _assert_trained_alike(fits: list[list[Fit]], kind: type[Training], optimizer: str) -> None:
     for ddp, mine in fits:
         assert len(ddp.losses) == STEPS
         assert max(ddp.losses) / min(ddp.losses) > 1.1, "the loss must move, or equality means nothing"
@@ -89,13 +81,16 @@ def _assert_trained_alike(fits: list[list[Fit]], kind: type[Training]) -> None:
         for name in weights:
             if name.endswith(kind.without_effect):
                 weights[name] = torch.zeros(())
-    assert_same(mine.weights, ddp.weights, rtol=1e-5, atol=1e-6)
+    # with a softmax, gradients of single numbers cancel to their rounding, which Adam and Adagrad divide by itself: a few of
+    # thousands are another part of one update, also under "ddp" from weights that differ in their last bit
+    cancels = kind.softmax and optimizer != "sgd"
+    assert_same(mine.weights, ddp.weights, rtol=1e-5, atol=kind.rates[optimizer] / 100 if cancels else 1e-6)
 
 
 @pytest.mark.parametrize(("name", "optimizer", "ranks"), _cases())
 def test_trains_as_under_ddp(name: str, optimizer: str, ranks: int) -> None:
     kind = model(name)
-    _assert_trained_alike(run_distributed(fit_both, ranks, kind, optimizer), kind)
+    _assert_trained_alike(run_distributed(fit_both, ranks, kind, optimizer), kind, optimizer)
 
 
 @third_party
@@ -104,7 +99,7 @@ def test_auto_shards_the_table_of_a_softmax(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(embedding_choice, "LARGE_EMBEDDING", CATALOGUE * DIM)
     kind = model(name)
     assert tuple(embedding_choice.choose_embeddings(kind("adam"), "auto").chosen) == kind.tables
-    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adam", shard="auto"), kind)
+    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adam", shard="auto"), kind, "adam")
 
 
 REFUSED = {
@@ -123,4 +118,4 @@ def test_what_uses_the_whole_table_is_refused_and_trains_with_it_left_whole(use:
     kind = model(name)
     with pytest.raises(RankFailed, match=message):
         run_distributed(fit_both, 2, kind, "adagrad")
-    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adagrad", shard=None), kind)
+    _assert_trained_alike(run_distributed(fit_both, 2, kind, "adagrad", shard=None), kind, "adagrad")
