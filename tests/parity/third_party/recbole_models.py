@@ -195,4 +195,4 @@ class NARMSoftmax(Softmax, NARMTraining):
 
 
 class LightSANsSoftmax(Softmax, LightSANsTraining):
-    pass
+    rates = {**LightSANsTraining.rates, "adam": 0.005}

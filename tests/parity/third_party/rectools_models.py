@@ -23,6 +23,7 @@ class SASRecSoftmax(Training):
     tables = ("model.torch_model.item_model.item_net_blocks.0.ids_emb",)
     items = CATALOGUE
     softmax = True
+    without_effect = ("in_proj_bias",)  # a third of it is the keys'
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)

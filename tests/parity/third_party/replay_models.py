@@ -31,6 +31,7 @@ class SasRecSoftmax(Training):
     tables = ("model.body.embedder.feature_embedders.item.emb",)
     items = CATALOGUE
     softmax = True
+    without_effect = ("in_proj_bias",)  # a third of it is the keys'
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
@@ -70,7 +71,6 @@ class Bert4RecSoftmax(EarlierSasRecSoftmax):
     """The output layer has the table's weight and a bias; the last position is masked."""
 
     tables = ("model._model.item_embedder.cat_embeddings.item",)
-    without_effect = ()
 
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)

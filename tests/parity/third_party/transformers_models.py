@@ -138,11 +138,11 @@ class LlamaSoftmax(Training):
     tables = ("model.model.embed_tokens",)
     items = CATALOGUE
     softmax = True
-    rates = {"sgd": 0.3, "adagrad": 0.02, "adam": 0.01}
+    rates = {**RATES, "sgd": 0.3}
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(optimizer)
-        config = {"vocab_size": CATALOGUE, "tie_word_embeddings": True, "initializer_range": 0.2, **SIZES}
+        config = {"vocab_size": CATALOGUE, "tie_word_embeddings": True, **SIZES}
         self.model = LlamaForCausalLM(LlamaConfig(**config))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
