@@ -2,8 +2,8 @@
 
 Prints, for each model and optimizer, the largest relative difference of a loss over 50 steps on 1, 2 and 3 ranks, and beside it
 what rounding alone does: "ddp" against "ddp" from weights that differ in their last bit. Adam is compared with one that leaves
-rows alone which no rank looks up. ``make test-third-party`` installs the packages. No
-registry has that of HSTU, so HSTU only runs if it is named.
+rows alone which no rank looks up; where the loss is a softmax over all rows, with Adam itself. ``make test-third-party``
+installs the packages. No registry has that of HSTU, so HSTU only runs if it is named.
 """
 
 from __future__ import annotations
