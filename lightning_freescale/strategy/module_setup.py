@@ -104,7 +104,7 @@ def tell_of_lazy_updates(optimizers: Mapping[str, TableOptimizer]) -> None:
         rank_zero_info(
             f"strategy 'freescale': {kinds} updates only the rows of tables {lazy} that a step looks up, as TorchRec and "
             "torch.optim.SparseAdam do. Under 'ddp' the dense optimizer moves all other rows in every step, too: expect other "
-            "weights there"
+            "weights there, unless the loss is over all rows of the table"
         )
 
 
