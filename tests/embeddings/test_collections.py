@@ -132,7 +132,9 @@ MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
         lambda: _changed(lambda emb: parametrize.register_parametrization(emb, "weight", nn.Tanh())),
         "ParametrizedEmbedding",
     ),
-    "tied": (lambda: nn.Embedding(10, 8), "'head.weight'"),
+    "tied": (lambda: nn.Embedding(10, 8), ""),
+    "tied, on meta": (lambda: nn.Embedding(10, 8, device="meta"), "meta device"),
+    "held otherwise": (lambda: nn.Embedding(10, 8), "'rows', and only a module that has it as its 'weight'"),
     "own init": (lambda: OwnInit(10, 8), ""),
     "sparse": (lambda: nn.Embedding(10, 8, sparse=True), ""),
     "width": (lambda: nn.Embedding(10, 6), ""),
@@ -144,9 +146,11 @@ def test_embeddings_that_would_not_be_the_same_are_refused(kind: str) -> None:
     make, reason = MADE[kind]
     root: Any = nn.Module()
     root.emb = make()
-    if kind == "tied":
-        root.head = nn.Linear(8, 10, bias=False)
+    if kind.startswith("tied"):
+        root.head = nn.Linear(8, 10, bias=False, device=root.emb.weight.device)
         root.emb.weight = root.head.weight
+    if kind == "held otherwise":
+        root.rows = root.emb.weight
     if reason:
         with pytest.raises(ValueError, match=rf"shard=\['emb'\].*'emb'.*{reason}.*'emb'"):
             choose_embeddings(root, ["emb"])
@@ -180,7 +184,11 @@ def test_two_embeddings_of_one_weight_are_one_table(kind: str) -> None:
         assert (collection.path, collection.aliases, module) == ("emb", ("again",), root.emb)
         root.head = nn.Linear(8, 10, bias=False)
         root.head.weight = root.emb.weight
-        with pytest.raises(ValueError, match=r"'head\.weight', which needs all"):
+        ((collection, _),) = find_collections(root, {root.emb})
+        assert (collection.aliases, collection.ties) == (("again",), ("head",))
+        assert collection.names("weight") == ("emb.weight", "again.weight", "head.weight")
+        root.rows = root.emb.weight
+        with pytest.raises(ValueError, match="'rows', and only"):
             choose_embeddings(root, ["again"])
 
 

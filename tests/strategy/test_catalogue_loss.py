@@ -503,8 +503,21 @@ class ManyPositions(NextItem):
         return catalogue_cross_entropy(hidden, self.item_emb.weight, targets, self.bias)
 
 
+class OnlyRanks(FirstLater):
+    """Ranks targets before the first step, which has no loss over all items."""
+
+    def on_train_start(self) -> None:
+        states = torch.zeros(2, DIM)
+        assert catalogue_ranks(states, self.item_emb, torch.tensor([1, 2])).tolist() == [ITEMS - 1] * 2
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.should_stop = True
+
+
 def test_the_sizes_are_told_once() -> None:
-    ((few,), (many,)) = run_distributed(lambda: [_messages(NextItem), _messages(ManyPositions)], 2)[0]
+    models = NextItem, ManyPositions, OnlyRanks
+    ((few,), (many,), none) = run_distributed(lambda: [_messages(model) for model in models], 2)[0]
+    assert none == []
     assert "'item_emb.weight' (41 x 8)" in few and "on 2 ranks" in few and "kept for backward." in few
     assert "shard=" not in few and many.endswith("leave the table out of shard=")
 

@@ -131,9 +131,11 @@ class CatalogueTable:
 
     def positions(self, count: int) -> RankPositions:
         """Return the positions of all ranks. Collective."""
-        found = RankPositions(self._tables.group, self._tables.message_device(), count)
-        self._most_positions = max(self._most_positions, found.counts, key=sum)
-        return found
+        return RankPositions(self._tables.group, self._tables.message_device(), count)
+
+    def note_use(self, counts: list[int]) -> None:
+        """Note the positions of every rank in a loss over all rows."""
+        self._most_positions = max(self._most_positions, counts, key=sum)
 
     def sizes_of_use(self) -> str:
         """Return what a loss over all rows sends and holds, beside what the whole table would; empty before one."""
@@ -176,7 +178,9 @@ class CatalogueShard:
 
     def positions(self, count: int) -> RankPositions:
         """Return the positions of all ranks. Collective."""
-        return self._table.positions(count)
+        found = self._table.positions(count)
+        self._table.note_use(found.counts)
+        return found
 
     def places(self, items: Tensor) -> Tensor:
         """Return which of ``weight`` each item is."""
