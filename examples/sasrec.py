@@ -1,7 +1,7 @@
 """SASRec over a plain ``nn.Embedding``: from a file of ratings to a served model.
 
 ``python examples/sasrec.py`` trains on two ranks, whose table of items is sharded, saves an ordinary checkpoint, loads it into
-the plain module, and asks that what to recommend. With ``--loss ce`` the loss is a softmax over all items. Source: Kang and
+the plain module, and asks it what to recommend. With ``--loss ce`` the loss is a softmax over all items. Source: Kang and
 McAuley, Self-Attentive Sequential Recommendation (arXiv 1808.09781).
 """
 

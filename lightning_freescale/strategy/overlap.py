@@ -54,7 +54,7 @@ class OverlapController:
         self._batch: Any = None  # the micro-batch that computes
         self._early_copy = EarlyCopy.for_trainer(trainer)
         self._batch_idx = 0
-        self._updates = self._warned = self._told_sizes = False
+        self._updates = self._warned = self._stated_sizes = False
         self._logged: dict[str, float] | None = None
         for collection in engine.collections.values():
             collection.observe(timeline)
@@ -128,9 +128,9 @@ class OverlapController:
         """Learn from what the model looked up, and tell the other ranks how this one comes to know ids."""
         self._lookahead.learn(self._batch, comes_ahead=self._looks_ahead and not self._warned)
         self._lookahead.end_forward()
-        if not self._told_sizes:
+        if not self._stated_sizes:
             texts = [text for module in self.engine.modules.values() for text in module.sizes_of_losses()]
-            self._told_sizes = bool(texts)
+            self._stated_sizes = bool(texts)
             for text in texts:
                 rank_zero_info(f"strategy 'freescale': {text}")
 

@@ -242,7 +242,7 @@ class Tied(NextItem):
 
 
 class TwoTables(NextItem):
-    """Has another table, which is looked up first, and rows that nobody could know of before."""
+    """Has another table, which is looked up first, and rows that are not known ahead."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
         super().__init__("linear", optimizer)
@@ -514,7 +514,7 @@ class OnlyRanks(FirstLater):
         self.trainer.should_stop = True
 
 
-def test_the_sizes_are_told_once() -> None:
+def test_the_sizes_are_stated_once() -> None:
     models = NextItem, ManyPositions, OnlyRanks
     ((few,), (many,), none) = run_distributed(lambda: [_messages(model) for model in models], 2)[0]
     assert none == []
