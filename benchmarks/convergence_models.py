@@ -292,7 +292,7 @@ def scores_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int
     """Train, and return how good the model is at the held-out items; the last epoch's, whatever came before."""
     trainer, module, data = _fit(model, recipe, path, way, seed, {"max_epochs": recipe.epochs, "limit_val_batches": 0})
     found = trainer.test(module, data, verbose=False)[0]
-    ours = {"NDCG@10": "ndcg", "HR@10": "hit_rate"}
+    ours = {"NDCG@10": "ndcg", "HR@10": "hit_rate", "MRR@10": "mrr"}
     among = {name: name.removeprefix("test").rpartition("_") for name in found}
     return {ours[metric] + of: float(found[name]) for name, (of, _, metric) in among.items()}
 
