@@ -97,16 +97,17 @@ class Collection:
         """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
         return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases, *self.ties))
 
-    def tie(self, root: nn.Module, module: Any) -> None:
-        """Give the modules that share the weight of the ``nn.Embedding`` that of ``module``, which stands in its place."""
+    def put(self, root: nn.Module, old: nn.Module, new: Any) -> None:
+        """Put ``new`` wherever ``root`` holds ``old``, and its weight wherever a module shares that of ``old``."""
+        replace_everywhere(root, old, new)
         for path in self.ties:
             holder: Any = root.get_submodule(path)
             holder.__dict__.pop("weight", None)
-            holder._parameters["weight"] = module._parameters["weight"]
-            if hasattr(module, "freescale_sharding"):
+            holder._parameters["weight"] = new._parameters["weight"]
+            if hasattr(new, "freescale_sharding"):
                 # no parameter: state dicts have it by the name that strategies and checkpoints give the table
                 del holder._parameters["weight"]
-                holder.__dict__["weight"] = module.catalogue_weight()
+                holder.__dict__["weight"] = new.catalogue_weight()
                 holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -29,14 +29,7 @@ from lightning_freescale.embeddings.planning import (
     padded_plan,
     row_wise_planner,
 )
-from lightning_freescale.embeddings.shards import (
-    Shard,
-    ShardedTables,
-    ShardingRecord,
-    kernels,
-    refuse_whole_use,
-    shards_of,
-)
+from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, refuse_whole_use, shards_of
 from lightning_freescale.embeddings.sparse_adam import new_state
 
 _ROWS_AT_ONCE = 2**20
@@ -67,9 +60,7 @@ class TableSharding:
     """
 
     def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False, embeddings: Group[nn.Module] = ()) -> None:
-        self.root = root
-        self.device = device
-        self._overlap = overlap
+        self.root, self.device, self._overlap = root, device, overlap
         found = find_collections(root, embeddings)
         for collection, _ in found:
             check_tables(collection, overlap)
@@ -88,14 +79,12 @@ class TableSharding:
                 self.updates |= {key: record.updates[key] for key in record.in_backward}
             else:
                 self._read_in_backward(collection, module)
-            replace_everywhere(root, module, blueprint)
-            collection.tie(root, blueprint)
+            collection.put(root, module, blueprint)
 
     def restore(self) -> None:
         """Put the collections back that were there before, if an optimizer was refused."""
         for collection, module, blueprint in self._replaced:
-            replace_everywhere(self.root, blueprint, module)
-            collection.tie(self.root, module)
+            collection.put(self.root, blueprint, module)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer hold the blueprints in the places of the unsharded weights that it was built over.
@@ -168,8 +157,7 @@ class TableSharding:
                 if collection.managed:
                     fill_id_remappings(collection, module, original)
         for (collection, original, blueprint), module in zip(self._replaced, modules):
-            replace_everywhere(self.root, blueprint, module)
-            collection.tie(self.root, module)
+            collection.put(self.root, blueprint, module)
             self._refuse_gradients(collection, original)
         return ShardedTables(list(zip(collections, modules)))
 

@@ -223,7 +223,7 @@ class RankPositions:
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return what all ranks give, in one message. Collective."""
-        flat = [each.detach().reshape(self._count, each[:1].numel() or each.shape[1:].numel()).contiguous() for each in tensors]
+        flat = [each.detach().reshape(self._count, each.shape[1:].numel()).contiguous() for each in tensors]
         octets = torch.cat([each.view(torch.uint8) for each in flat], dim=1).to(self._device)
         most, width = max(self.counts), octets.shape[1]
         mine = torch.nn.functional.pad(octets, (0, 0, 0, most - self._count))

@@ -16,9 +16,8 @@ anew; one that does not know the next ids when it needs the current ones sends t
 collections once its forward has ended; and one that looks up more than it had submitted asks for it in place of that message,
 or of C. Its rows were not compared with those of the next batch, so in that step all rows count as colliding.
 
-Where gradients are clipped by more than their own row, all of them go with C, the owners hold them, and the update waits, and
-with it D, until they are clipped. So they do where a loss is over all rows of a table, until its gradient is there. Every row
-changes then: nothing is compared, and all rows go with D.
+Where gradients are clipped by more than their own row, or a loss is over all rows of a table, all go with C, the owners hold
+them, and update and D wait until they are whole. After such a loss all rows have changed: none is compared, and all go with D.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class RowExchange:
         self.path, self.local, self.statistics = path, local, statistics
         self.row_updates = RowUpdates(local)
         common = (local.dim, local.layout.device, statistics, order)
-        far = [] if nodes is None else nodes.others(group.rank())
-        self.transport = Transport(group, *common, far)
+        self.transport = Transport(group, *common, [] if nodes is None else nodes.others(group.rank()))
         self.transports = [self.transport]
         self.held = HeldGradients(self.row_updates.kept, local, self.transport)
         self._rank, self._device = self.transport.rank, self.transport.device
@@ -104,8 +102,7 @@ class RowExchange:
             between = Transport(proxies.far, *common, [node != proxies.far.rank() for node in range(nodes.count)])
             self._route = ProxyRoute(near, between, local, self._no_rows)
             self.transports += [near, between]
-        self._batches = 0
-        self._collisions = Collisions(local, statistics)
+        self._batches, self._collisions = 0, Collisions(local, statistics)
         self._heads: list[Head] = []
         self._nothing = self.new_batch()
         self._nothing.updates = False  # nor brings it about that of the kept gradients
