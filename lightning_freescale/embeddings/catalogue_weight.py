@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_freescale.losses import catalogue_cross_entropy
 
@@ -70,7 +70,7 @@ class _StandIn(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        flat = [*args, *(kwargs or {}).values()]
+        flat = tree_leaves((args, kwargs))
         # logits know more than weights of what may be done with them
         for kind in (CatalogueLogits, CatalogueWeight):
             found = next((each for each in flat if isinstance(each, kind)), None)
@@ -83,7 +83,7 @@ class _StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance's method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        next(each for each in args if isinstance(each, _StandIn)).refuse(f"{func}")
+        next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _StandIn)).refuse(f"{func}")
 
 
 class CatalogueWeight(_StandIn):
@@ -135,9 +135,6 @@ class CatalogueWeight(_StandIn):
 
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what ``func`` would return of the whole weight."""
-        if not torch.is_grad_enabled():
-            args, kwargs = tree_map_only(CatalogueWeight, CatalogueWeight.whole, (args, kwargs))
-            return func(*args, **kwargs)
         if args[0] is self:
             if func in _TRANSPOSED or (func in _SWAPS | _PERMUTES and _dims(args, kwargs, 2) in ([0, 1], [1, 0])):
                 keeps = func in _PERMUTES and _dims(args, kwargs, 2) == [0, 1]
@@ -149,9 +146,12 @@ class CatalogueWeight(_StandIn):
                 rows = self._range(first)
                 if rows is not None and all(each in (slice(None), ...) for each in rest):
                     return self._like(rows=rows)
-        elif func in _PRODUCTS and args[1] is self and self.transposed:
+        if not torch.is_grad_enabled():
+            args, kwargs = tree_map_only(CatalogueWeight, CatalogueWeight.whole, (args, kwargs))
+            return func(*args, **kwargs)
+        if func in _PRODUCTS and args[1] is self and self.transposed:
             return CatalogueLogits(args[0], self._like(transposed=False))
-        elif func is F.linear:
+        if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args)) | kwargs
             if given["weight"] is self and not self.transposed:
                 return CatalogueLogits(given["input"], self, given.get("bias"))

@@ -235,9 +235,10 @@ class Tied(NextItem):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         hidden, targets = self.states(batch["items"][:, :-1]), batch["items"][:, -1]
         scores = self.head(hidden[:, -1])
+        assert torch.cat([self.item_emb.weight, self.item_emb.weight[1:]]).shape == (2 * ITEMS - 1, DIM)
         scores.scatter_(1, batch["items"][:, :-1], -torch.inf)
         self.log("val_first", scores.topk(1).indices.float().mean(), sync_dist=True)
-        self.log("val", F.cross_entropy(scores, targets), sync_dist=True)
+        self.losses.append(F.cross_entropy(scores[targets > 0], targets[targets > 0], reduction="sum").item())
         self.log("val_again", catalogue_cross_entropy(hidden[:, -1], self.item_emb, targets), sync_dist=True)
 
 
@@ -534,6 +535,7 @@ def test_no_row_is_fetched_ahead() -> None:
 def _errors() -> dict[str, str]:
     looks: dict[str, Callable[[NextItem, Tensor, Tensor], Any]] = {
         "softmax": lambda m, h, t: (h @ m.item_emb.weight.T).softmax(-1),
+        "cat": lambda m, h, t: torch.cat([m.item_emb.weight, h[0]]),
         "norm": lambda m, h, t: m.item_emb.weight.norm(),
         "argmax": lambda m, h, t: (h @ m.item_emb.weight.T).argmax(-1),
         "cross_entropy(weight=...)": lambda m, h, t: F.cross_entropy(
@@ -562,6 +564,6 @@ def _errors() -> dict[str, str]:
 
 def test_other_uses_are_refused_by_name() -> None:
     for found in run_distributed(_errors, 2):
-        assert len(found) == 7, found.keys()
+        assert len(found) == 8, found.keys()
         for name, error in found.items():
             assert all(part in error for part in (name, "item_emb", "full_weight", "shard=")), error
