@@ -27,7 +27,7 @@ import numpy as np
 import torch.distributed as dist
 from comm_stress_collectives import KINDS, Lane, Plan, draw_plan
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.testing import run_distributed
 
 LANES, IN_FLIGHT = 2, 4
@@ -64,7 +64,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def stress(options: argparse.Namespace) -> tuple[list[str], Counter[str], int]:
     """What was wrong on this rank, how often every kind ran, and bytes received. Collective."""
-    chosen = [LaneOptions(chunk_bytes=16 * 1024), LaneOptions(chunk_bytes=100_000, priority=1)]
+    chosen = [
+        ProcessGroupFreeScaleOptions(chunk_bytes=16 * 1024),
+        ProcessGroupFreeScaleOptions(chunk_bytes=100_000, priority=1),
+    ]
     groups = [dist.new_group(backend="freescale", timeout=timedelta(seconds=60), pg_options=each) for each in chosen]
     lanes = [Lane(group, dist.get_rank(), dist.get_world_size()) for group in groups]
     shares = [len(range(index, options.collectives, LANES)) for index in range(LANES)]

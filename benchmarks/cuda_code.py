@@ -43,7 +43,7 @@ FUNCTIONS = {
         "NativeBackends.register_nccl": "NCCL moves CUDA tensors",
         "NativeBackends._make_nccl": "as register_nccl",
     },
-    "comm/sized_exchange.py": {"exchange_with_sizes": "FreeScaleGroup.exchange calls it with CUDA tensors"},
+    "comm/sized_exchange.py": {"exchange_with_sizes": "ProcessGroupFreeScale.exchange calls it with CUDA tensors"},
     "comm/transports/selection.py": {"build_transport": "transports between GPUs"},
     "comm/transports/topology.py": {"_uuid": "of a GPU", "_linked_devices": "of a GPU"},
     "comm/transports/host/staging.py": {

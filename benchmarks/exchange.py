@@ -3,8 +3,8 @@
 Run it on shaped links: ``python benchmarks/netlab.py --hosts 2 --rate 200mbit -- python benchmarks/exchange.py``. Every rank
 sends ``--mbytes`` to all ranks together, its own part included; the last rank comes ``--late-ms`` late. Times run from when
 the last rank begins, so that waiting for it is not charged, until the last rank has ended. *Ideal* is the bytes that leave a
-rank over the rate of its link. Ours, gloo's own ``all_to_all_single``, and ``agreed``, which is ``FreeScaleGroup.exchange`` of
-the same bytes without the own part, take turns in the same processes.
+rank over the rate of its link. Ours, gloo's own ``all_to_all_single``, and ``agreed``, which is
+``ProcessGroupFreeScale.exchange`` of the same bytes without the own part, take turns in the same processes.
 
 ``--parts`` chooses: ``exchange`` as above; ``overlap``, what of the exchange a sleep and a one-thread matrix product hide;
 ``lanes``, 64 KiB for every peer on a high lane while a low lane moves 64 MiB, over its time on an idle link; ``latency``, of
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
 RATES = {"mbit": 1e6, "gbit": 1e9}
 HIGH, LOW = 64 * 1024, 64 * 1024 * 1024
@@ -111,8 +111,8 @@ def _hidden(name: str, begin: Action, compute: Action, rounds: int) -> float:
 
 def _lanes(options: Any) -> dict[str, float]:
     size = dist.get_world_size()
-    urgent = _lane(LaneOptions(name="high", priority=1), HIGH * size)
-    bulk = _lane(LaneOptions(name="low", chunk_bytes=options.low_chunk), LOW // size * size)
+    urgent = _lane(ProcessGroupFreeScaleOptions(name="high", priority=1), HIGH * size)
+    bulk = _lane(ProcessGroupFreeScaleOptions(name="low", chunk_bytes=options.low_chunk), LOW // size * size)
     idle = [_timed(lambda: urgent().wait()) for _ in range(4 * options.rounds)]
     alone = [_timed(lambda: bulk().wait()) for _ in range(3)]
     busy: list[float] = []
@@ -213,7 +213,7 @@ def _without_own(length: int) -> list[int]:
     return [0 if rank == dist.get_rank() else length for rank in range(dist.get_world_size())]
 
 
-def _lane(options: LaneOptions, length: int) -> Action:
+def _lane(options: ProcessGroupFreeScaleOptions, length: int) -> Action:
     """An all-to-all of so many bytes on a lane of its own."""
     group = dist.new_group(backend="freescale", pg_options=options)
     tensors = torch.empty(length, dtype=torch.uint8), torch.ones(length, dtype=torch.uint8)

@@ -21,7 +21,7 @@ import harness
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.peer.link import Link
@@ -97,7 +97,10 @@ class _Driver(CudaDriver):
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument(
-        "--peer-bytes", type=int, default=LaneOptions().peer_bytes, help="memory for chunks (default: the lane's)"
+        "--peer-bytes",
+        type=int,
+        default=ProcessGroupFreeScaleOptions().peer_bytes,
+        help="memory for chunks (default: the lane's)",
     )
     parser.add_argument("--rounds", type=int, default=200, help="rounds of a transfer (default: 200)")
     parser.add_argument("--runs", type=int, default=15, help="of which the least counts (default: 15)")

@@ -55,10 +55,12 @@ class Rank:
     def make_lane(self, transport: str) -> dist.ProcessGroup:
         """The package's process group. Collective."""
         import lightning_freescale  # noqa: F401 (registers the backend)
-        from lightning_freescale.comm import LaneOptions
+        from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
         timeout = timedelta(seconds=self.timeout)
-        return dist.new_group(backend="freescale", timeout=timeout, pg_options=LaneOptions(transport=transport))
+        return dist.new_group(
+            backend="freescale", timeout=timeout, pg_options=ProcessGroupFreeScaleOptions(transport=transport)
+        )
 
     def die(self) -> None:
         """End as a process does whose machine fails: without a word."""

@@ -52,7 +52,7 @@ class EagerExchange:
         self._peer = p2p.rank  # whose message is being sent or waited for
 
     def exchange(self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta) -> None:
-        """Do as :meth:`FreeScaleGroup.exchange <lightning_freescale.comm.FreeScaleGroup.exchange>`. Collective.
+        """Do as :meth:`ProcessGroupFreeScale.exchange`. Collective.
 
         Raises:
             ValueError: an argument is wrong.

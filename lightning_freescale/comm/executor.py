@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_freescale._worker import WorkerThread
 from lightning_freescale.comm.eager_exchange import EagerExchange
 from lightning_freescale.comm.handshake import CollectiveHandshake
-from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.comm.transfer import RankBuffers, Transfer
@@ -45,7 +45,7 @@ class CollectiveExecutor:
         failure: why the lane has ended, if it has.
     """
 
-    def __init__(self, backend_opts: Any, options: LaneOptions) -> None:
+    def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
         self.options = options
         self.failure = ""
         self._name = options.name or str(backend_opts.group_id)

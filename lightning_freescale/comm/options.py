@@ -14,7 +14,7 @@ MIN_PEER_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class LaneOptions:
+class ProcessGroupFreeScaleOptions:
     """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
 
     Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes,

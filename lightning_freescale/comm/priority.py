@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class PriorityGate:
         return any(other > priority and count > 0 for other, count in list(self.lanes.items()))
 
     @contextmanager
-    def track(self, options: LaneOptions, total_bytes: int) -> Iterator[Activity]:
+    def track(self, options: ProcessGroupFreeScaleOptions, total_bytes: int) -> Iterator[Activity]:
         """Let other lanes see a collective while the block runs it."""
         threshold = options.preempt_below_bytes
         activity = Activity(options.priority, threshold is None or total_bytes < threshold)

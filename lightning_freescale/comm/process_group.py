@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_freescale.comm.auto_transport import settle_transport
 from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.native import NativeBackends
-from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.sized_exchange import exchange_with_sizes
 from lightning_freescale.comm.transfer import RankBuffers
 from lightning_freescale.comm.transports.host.transport import HostTransport
@@ -56,7 +56,7 @@ def _accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any
     return renamed
 
 
-class FreeScaleGroup(dist.ProcessGroup):
+class ProcessGroupFreeScale(dist.ProcessGroup):
     """Moves all-to-all and all-gather without the compute units; ``dist.new_group(backend="freescale")`` makes one.
 
     Attributes:
@@ -67,7 +67,7 @@ class FreeScaleGroup(dist.ProcessGroup):
 
     supports_reconfigure = False
 
-    def __init__(self, backend_opts: Any, options: LaneOptions) -> None:
+    def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
         rank, size = backend_opts.group_rank, backend_opts.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
         self.options = options
@@ -319,7 +319,7 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 
 def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
-    def refuse(group: FreeScaleGroup, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(group: ProcessGroupFreeScale, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"freescale {name}: the lane would know nothing of it: pass a group of backend 'gloo' or 'nccl'")
 
     return refuse
@@ -331,11 +331,11 @@ for _old, _new in (  # torch has renamed methods, and calls both
     ("_allgather_base", "all_gather_single"),
     ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 ):
-    setattr(FreeScaleGroup, _old, getattr(FreeScaleGroup, _new))
+    setattr(ProcessGroupFreeScale, _old, getattr(ProcessGroupFreeScale, _new))
 for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # some came with torch 2.14
-            setattr(FreeScaleGroup, _name, _method(_name))
+            setattr(ProcessGroupFreeScale, _name, _method(_name))
 
 
 def register_backend() -> None:
@@ -345,7 +345,9 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=devices)
 
 
-def _create_group(backend_opts: Any, options: Any = None) -> FreeScaleGroup:
-    if options is not None and not isinstance(options, LaneOptions):
-        raise TypeError(f"pg_options={options!r}: backend 'freescale' takes lightning_freescale.comm.LaneOptions")
-    return FreeScaleGroup(backend_opts, options or LaneOptions())
+def _create_group(backend_opts: Any, options: Any = None) -> ProcessGroupFreeScale:
+    if options is not None and not isinstance(options, ProcessGroupFreeScaleOptions):
+        raise TypeError(
+            f"pg_options={options!r}: backend 'freescale' takes lightning_freescale.comm.ProcessGroupFreeScaleOptions"
+        )
+    return ProcessGroupFreeScale(backend_opts, options or ProcessGroupFreeScaleOptions())

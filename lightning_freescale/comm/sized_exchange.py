@@ -13,7 +13,7 @@ from torch import Tensor
 def exchange_with_sizes(
     group: dist.ProcessGroup, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int]
 ) -> None:
-    """Do as :meth:`FreeScaleGroup.exchange <lightning_freescale.comm.FreeScaleGroup.exchange>`, by two all-to-alls. Collective.
+    """Do as :meth:`ProcessGroupFreeScale.exchange`, by two all-to-alls. Collective.
 
     The host waits for the device to learn the sizes (not tested on GPU).
 

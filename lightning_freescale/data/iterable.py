@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import CostModel, MicroBatchSchedule, assign
-from lightning_freescale.comm import BACKEND, LaneOptions
+from lightning_freescale.comm import BACKEND, ProcessGroupFreeScaleOptions
 from lightning_freescale.data.options import BalanceOptions, StreamOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
@@ -100,7 +100,7 @@ class IterableData:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
             # its own lane: its thread must not queue behind training's collectives, which come first
-            lane = LaneOptions(name="samples", priority=-1, lazy_gloo=True)
+            lane = ProcessGroupFreeScaleOptions(name="samples", priority=-1, lazy_gloo=True)
             self._group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))
         loader = self._loader = self._make_loader(
             rank=rank, world_size=world_size, group=self._group, micro_batches=self.micro_batches

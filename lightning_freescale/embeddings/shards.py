@@ -13,7 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizerModule
 
-from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
@@ -104,7 +104,7 @@ class ShardedTables:
 
     def message_device(self) -> torch.device:
         """Return the device whose tensors the group sends: that of the shards, or the host where only gloo could send them."""
-        on_gpu = isinstance(self.group, FreeScaleGroup) and self.group.uses_nccl
+        on_gpu = isinstance(self.group, ProcessGroupFreeScale) and self.group.uses_nccl
         return self.device if on_gpu else torch.device("cpu")
 
     @classmethod

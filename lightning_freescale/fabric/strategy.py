@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.fabric import FabricDDPBase
 from lightning_freescale._lightning.loops import optimizers_to_device
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.fabric.loader import CurrentBatch, HandingLoader
 from lightning_freescale.fabric.validation import (
     refuse_data,
@@ -75,7 +75,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
     Args:
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
-        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
+        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
         dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
             differ by the order of summation.
@@ -130,7 +130,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
                 f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
                 "gradients could be clipped. Leave one of the two out"
             )
-        self.plan, self.planner, self.transport = plan, planner, LaneOptions(transport).transport
+        self.plan, self.planner, self.transport = plan, planner, ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup, self.ids_of, self.shard = not no_overlap, dedup, ids_of, shard
         self.placement, self.split_backward, self.exchange = placement, split_backward, exchange
         self.clips_gradients = clip_gradients

@@ -27,7 +27,7 @@ from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._lightning.weight_averaging import average_shards, averaging_callbacks, postpone_copies
 from lightning_freescale.balance import MicroBatches
-from lightning_freescale.comm import FreeScaleGroup, LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScale, ProcessGroupFreeScaleOptions
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.autopilot import Autopilot
@@ -96,7 +96,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     Args:
         plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
         planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
-        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.LaneOptions`.
+        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
         dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
             differ by the order of summation.
@@ -195,7 +195,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.clip, self.placement, self.split_backward = clip, placement, split_backward
         self.exchange = exchange
         self.plan, self.planner = plan, planner
-        self.transport = LaneOptions(transport).transport
+        self.transport = ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup = not why_not, dedup
         self.ids_of, self.shard = ids_of, shard
         self.timeline = Timeline()
@@ -311,7 +311,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self.tables is None:
             super().teardown()
             return
-        if isinstance(self.tables.group, FreeScaleGroup):
+        if isinstance(self.tables.group, ProcessGroupFreeScale):
             self.tables.group.wait_for_pending_works()
         # Not the base class's: it moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
         assert self.accelerator is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm import priority as module
 from lightning_freescale.comm.priority import PRIORITY_GATE, Activity, PriorityGate
 from lightning_freescale.testing import run_distributed
@@ -53,7 +53,7 @@ class Collectives:
         self.gate._changed = clock
 
     def begin(self, priority: int, total: int = 100, idle: float = 0.0, **options: Any) -> Activity:
-        activity = self.stack.enter_context(self.gate.track(LaneOptions(priority=priority, **options), total))
+        activity = self.stack.enter_context(self.gate.track(ProcessGroupFreeScaleOptions(priority=priority, **options), total))
         activity.last_progress = self.clock.now - idle
         return activity
 
@@ -116,7 +116,7 @@ def test_lanes_are_counted_by_priority_and_a_collective_that_fails_is_no_longer_
     gate = PriorityGate()
     gate.lanes.update({1: 1, 2: 0})
     assert gate.has_higher_lane(0) and not gate.has_higher_lane(1)
-    with pytest.raises(KeyError), gate.track(LaneOptions(), 1):
+    with pytest.raises(KeyError), gate.track(ProcessGroupFreeScaleOptions(), 1):
         raise KeyError
     assert not gate._activities
 
@@ -125,11 +125,11 @@ def test_a_paused_thread_wakes_up_when_the_higher_lane_ends() -> None:
     gate, passed = PriorityGate(), threading.Event()
 
     def low() -> None:
-        with gate.track(LaneOptions(), 1) as activity:
+        with gate.track(ProcessGroupFreeScaleOptions(), 1) as activity:
             gate.yield_to_higher(activity, 60.0)
         passed.set()
 
-    with gate.track(LaneOptions(priority=1), 1):
+    with gate.track(ProcessGroupFreeScaleOptions(priority=1), 1):
         thread = threading.Thread(target=low, daemon=True)
         thread.start()
         assert not passed.wait(0.2)
@@ -152,7 +152,7 @@ def _paused(move: Callable[..., None], options: dict[str, Any], total_bytes: int
     group = make_group(chunk_bytes=4096, **{"max_pause_seconds": 30.0, **options})
     out, given = torch.empty(2 * LENGTH, dtype=torch.uint8), torch.ones(2 * LENGTH, dtype=torch.uint8)
     thread = threading.Thread(target=move, args=(group, out, given))
-    with PRIORITY_GATE.track(LaneOptions(priority=1, preempt_below_bytes=100), total_bytes) as activity:
+    with PRIORITY_GATE.track(ProcessGroupFreeScaleOptions(priority=1, preempt_below_bytes=100), total_bytes) as activity:
         thread.start()
         end = time.monotonic() + (0.5 if total_bytes < 100 and not options else TIMEOUT)
         while time.monotonic() < end and thread.is_alive():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale._worker import WorkerThread
-from lightning_freescale.comm.process_group import FreeScaleGroup
+from lightning_freescale.comm.process_group import ProcessGroupFreeScale
 from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
 
@@ -29,7 +29,7 @@ def _normal() -> list[bool]:
             lanes: list[Any] = [{"chunk_bytes": 4096}, {"transport": "native"}, {"chunk_bytes": 4096, "name": "others"}]
             groups = [make_group(**options) for options in lanes]
             sound += [everyone_sends(group, rows=10_000, async_op=async_op) for group in groups for _ in range(2)]
-            sound.append(bool(lane_threads()) is async_op and type(groups[0]) is FreeScaleGroup)
+            sound.append(bool(lane_threads()) is async_op and type(groups[0]) is ProcessGroupFreeScale)
             for group in groups:
                 dist.destroy_process_group(group)
             del groups, group
@@ -132,7 +132,7 @@ from datetime import timedelta
 sys.modules["lightning"] = None  # torch alone, which is imported sooner
 import torch
 import torch.distributed as dist
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
 BYTES = 2 * 24_000_000  # which take many times what the sleep below takes, however late it ends
 
@@ -142,7 +142,7 @@ def issue(group):
 
 def run(case, rank):
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    options = LaneOptions(name="rows", chunk_bytes=4096)
+    options = ProcessGroupFreeScaleOptions(name="rows", chunk_bytes=4096)
     group = dist.new_group(backend="freescale", timeout=timedelta(seconds=120), pg_options=options)
     dist.all_to_all_single(torch.empty(2), torch.ones(2), group=group, async_op=True).wait()
     if rank == 0:

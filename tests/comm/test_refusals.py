@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.options import MIN_PINNED_CHUNKS, TRANSPORTS
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
@@ -164,23 +164,25 @@ ALLOWED: list[dict[str, Any]] = [
 def test_out_of_range(options: dict[str, Any]) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}"):
-        LaneOptions(**options)
+        ProcessGroupFreeScaleOptions(**options)
 
 
 def test_the_ends_of_the_ranges_are_allowed_and_options_do_not_change() -> None:
     for options in ALLOWED:
-        made = LaneOptions(**options)
+        made = ProcessGroupFreeScaleOptions(**options)
         assert all(getattr(made, name) == value for name, value in options.items())
     assert len(TRANSPORTS) == 6
     with pytest.raises(FrozenInstanceError):
-        LaneOptions().priority = 1
+        ProcessGroupFreeScaleOptions().priority = 1
 
 
 def test_a_group_has_the_options_it_was_given_and_takes_no_others() -> None:
     def options() -> tuple[Any, Any]:
-        with pytest.raises(TypeError, match=r"pg_options=.*LaneOptions"):
+        with pytest.raises(TypeError, match=r"pg_options=.*ProcessGroupFreeScaleOptions"):
             dist.new_group(backend="freescale", pg_options={"priority": 3})
-        chosen = LaneOptions(priority=3, name="mine")
+        chosen = ProcessGroupFreeScaleOptions(priority=3, name="mine")
         return dist.new_group(backend="freescale", pg_options=chosen).options, dist.new_group(backend="freescale").options
 
-    assert run_distributed(options, 1) == [(LaneOptions(priority=3, name="mine"), LaneOptions())]
+    assert run_distributed(options, 1) == [
+        (ProcessGroupFreeScaleOptions(priority=3, name="mine"), ProcessGroupFreeScaleOptions())
+    ]

@@ -150,7 +150,7 @@ def test_every_public_name_has_a_place_on_the_site() -> None:
     shown = re.findall(r"^::: lightning_freescale\.(?:\w+\.)?(\w+)$", "\n".join(pages), re.MULTILINE)
     public = set().union(*(_public(import_module(f"lightning_freescale{room}")) for room in ROOMS))
     public.add("RayFreeScaleStrategy")  # importing its module needs Ray
-    assert public > {"FreeScaleStrategy", "assign", "LaneOptions", "run_distributed", "RankFailed"}
+    assert public > {"FreeScaleStrategy", "assign", "ProcessGroupFreeScaleOptions", "run_distributed", "RankFailed"}
     assert sorted(shown) == sorted(public)
 
 

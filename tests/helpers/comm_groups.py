@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale.comm  # noqa: F401 (registers the backend)
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host.transport import HostTransport
 
 TIMEOUT = 40.0
@@ -29,7 +29,7 @@ AT_ONCE = 5.0
 
 def make_group(*, timeout: float = TIMEOUT, ranks: list[int] | None = None, **options: Any) -> Any:
     """A group of the lane "rows". Collective over all ranks."""
-    chosen = LaneOptions(**{"name": "rows", **options})
+    chosen = ProcessGroupFreeScaleOptions(**{"name": "rows", **options})
     return dist.new_group(ranks, backend="freescale", timeout=timedelta(seconds=timeout), pg_options=chosen)
 
 

@@ -15,7 +15,7 @@ from random_cases import Case, divided, on_two_nodes
 from random_draws import random_case
 from random_fits import Outcome, defects, run_case
 
-from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import id_exchange
 from lightning_freescale.testing import run_distributed
 
@@ -52,7 +52,7 @@ SEVERAL_COLLECTIONS = (5001, 5021, 5057, 5092, 5113, 5149)
 def _run_as_by_nccl(case: Case) -> dict[str, Outcome]:
     """Heads go from host to host, and the collections take turns; by gloo, as there is no GPU."""
     id_exchange.heads_travel_apart = lambda device: True
-    FreeScaleGroup.moves_by_nccl, FreeScaleGroup.connect = True, lambda group: None
+    ProcessGroupFreeScale.moves_by_nccl, ProcessGroupFreeScale.connect = True, lambda group: None
     return run_case(case)
 
 

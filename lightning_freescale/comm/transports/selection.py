@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.options import LaneOptions
+from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.host.transport import HostTransport
@@ -33,7 +33,7 @@ Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
 """Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
 
 
-def gather_topology(options: LaneOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
+def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
     """Tell all ranks what this one runs on, hear what they run on, and compare their options. Collective.
 
     ``store`` is only for this and :func:`set_up_transport`, on every rank; ``timeout`` is how long to wait for the others.
@@ -51,7 +51,7 @@ def gather_topology(options: LaneOptions, p2p: GlooP2P, store: dist.Store, timeo
 
 def set_up_transport(
     kind: str,
-    options: LaneOptions,
+    options: ProcessGroupFreeScaleOptions,
     topology: Topology,
     p2p: GlooP2P,
     host: HostTransport,
@@ -132,7 +132,13 @@ def _instead(topology: Topology) -> str:
 
 
 def build_transport(
-    kind: str, options: LaneOptions, p2p: GlooP2P, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
+    kind: str,
+    options: ProcessGroupFreeScaleOptions,
+    p2p: GlooP2P,
+    host: HostTransport,
+    near: list[int],
+    store: dist.Store,
+    timeout: timedelta,
 ) -> tuple[Transport | None, str]:
     """Set up ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or return why it could not be; arguments as above. Collective.
 
@@ -182,4 +188,6 @@ def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
     for name in _SAME_ON_ALL_RANKS:
         if any(options[name] != given[0][name] for options in given):
             told = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
-            raise ValueError(f"LaneOptions differ between ranks, {name}= is {told}: pass the same options on every rank")
+            raise ValueError(
+                f"ProcessGroupFreeScaleOptions differ between ranks, {name}= is {told}: pass the same options on every rank"
+            )

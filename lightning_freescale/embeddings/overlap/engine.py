@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.comm import BACKEND, LaneOptions
+from lightning_freescale.comm import BACKEND, ProcessGroupFreeScaleOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
@@ -51,7 +51,7 @@ class OverlapEngine:
         dedup: send every row once per rank and batch, and its gradients summed up. Without it the numbers are bitwise those of
             plain TorchRec, with it they differ by the order of summation.
         timeout: of every exchange.
-        transport: what moves rows and ids, see :class:`lightning_freescale.comm.LaneOptions`.
+        transport: what moves rows and ids, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
         clip_value: limit of every element of a row's gradient, summed over ranks and batches; None for none.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. Costs
             overlap: no gradient travels under the next forward. Clipping leaves tables alone that no parameter group holds.
@@ -115,7 +115,7 @@ class OverlapEngine:
         self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None
     ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
-        lane = LaneOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
+        lane = ProcessGroupFreeScaleOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
         group: Any = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
         proxies = self._proxy_groups(collection.path, order) if self._two_level else None
@@ -135,7 +135,9 @@ class OverlapEngine:
         mine = []
         for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
             for ranks in sets:
-                lane = LaneOptions(self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
+                lane = ProcessGroupFreeScaleOptions(
+                    self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True
+                )
                 group: Any = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
                 if dist.get_rank() in ranks:
                     mine.append(group)

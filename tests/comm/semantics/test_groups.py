@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lightning_freescale.comm import LaneOptions
-from lightning_freescale.comm.process_group import _DELEGATED, FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
+from lightning_freescale.comm.process_group import _DELEGATED, ProcessGroupFreeScale
 from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.helpers.both_groups import SMALL, TIMEOUT, Case, Side, assert_same_as_gloo, differs, named
 from tests.helpers.comm_groups import make_group
@@ -71,17 +71,17 @@ def _default(ports: list[int]) -> list[Any]:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=TIMEOUT,
-            pg_options=LaneOptions(**SMALL),
+            pg_options=ProcessGroupFreeScaleOptions(**SMALL),
         )
         group = dist.group.WORLD
-        assert isinstance(group, FreeScaleGroup) and group.options.chunk_bytes == SMALL["chunk_bytes"]
+        assert isinstance(group, ProcessGroupFreeScale) and group.options.chunk_bytes == SMALL["chunk_bytes"]
         told.append((dist.get_backend(), group.name(), dist.get_rank(), dist.get_world_size(), bool(group.group_name)))
         # torch takes tensors on the host of a backend that it takes for gloo
         assert group._get_backend_name() == group._get_backend(torch.device("cpu")).name() == "gloo"
         assert group.getBackendName() == "freescale" and {device.type for device in group._device_types} == {"cpu"}
         gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)
         half = dist.new_group([0, 1])  # of the default group's backend
-        assert isinstance(half, FreeScaleGroup) == (dist.get_rank() < 2)
+        assert isinstance(half, ProcessGroupFreeScale) == (dist.get_rank() < 2)
         told.append(differs(_in_subgroup(group, 0), _in_subgroup(gloo, 0)))
         values = torch.ones(2)
         dist.all_reduce(values)
@@ -104,7 +104,7 @@ def _fit(backend: str) -> Any:
     module, strategy = Plain(), DDPStrategy(process_group_backend=backend, timeout=TIMEOUT)
     before = module.layer.weight.tolist()
     fitted = fit(module, [], steps=6, devices=2, strategy=strategy, max_epochs=2)
-    assert isinstance(dist.group.WORLD, FreeScaleGroup) == (backend == "freescale")
+    assert isinstance(dist.group.WORLD, ProcessGroupFreeScale) == (backend == "freescale")
     logged = {name: value.item() for name, value in fitted.callback_metrics.items()}
     assert module.layer.weight.tolist() != before and len(logged) == 2, "weights must move, or equality means nothing"
     return logged, list(module.state_dict().values())
@@ -183,7 +183,7 @@ def test_other_collectives_are_those_of_torchs_own_backend() -> None:
     group: Any = SimpleNamespace(_backends=SimpleNamespace(call=lambda *args, **options: called.append((args, options))))
     offered = [name for name in _DELEGATED if hasattr(dist.ProcessGroup, name)]  # some came with torch 2.14
     for name in offered:
-        getattr(FreeScaleGroup, name)(group, 1, opts=2)
+        getattr(ProcessGroupFreeScale, name)(group, 1, opts=2)
     assert called == [((name, 1), {"opts": 2}) for name in offered] and len(offered) >= 12
 
 
@@ -204,7 +204,9 @@ def test_every_collective_of_torch_is_overridden() -> None:
     """One that is not runs in C++ while it holds the interpreter's lock, which deadlocks with gloo's own thread."""
     offered = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
     overridden = {
-        name for kind in FreeScaleGroup.__mro__[: FreeScaleGroup.__mro__.index(dist.ProcessGroup)] for name in vars(kind)
+        name
+        for kind in ProcessGroupFreeScale.__mro__[: ProcessGroupFreeScale.__mro__.index(dist.ProcessGroup)]
+        for name in vars(kind)
     }
     assert {"broadcast", "all_to_all_single", "barrier"} <= offered - NO_COLLECTIVES  # the names are those of torch
     assert offered - NO_COLLECTIVES - overridden == set()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.host.transport import HostTransport
@@ -325,7 +325,7 @@ def _ranks(hosts: list[list[int]], chunk: int) -> list[TwoLevelTransport]:
     size, store = sum(map(len, hosts)), dist.HashStore()
     limit = timedelta(seconds=20)
     near = {rank: peer for host in hosts for rank, peer in zip(host, transports(host, chunk))}
-    options = LaneOptions(chunk_bytes=chunk)
+    options = ProcessGroupFreeScaleOptions(chunk_bytes=chunk)
 
     def one(rank: int) -> TwoLevelTransport:
         p2p = GlooP2P(store, rank, size, limit, [100 + each for each in range(size)])

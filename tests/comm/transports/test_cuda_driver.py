@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports import topology
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.selection import build_transport
@@ -106,7 +106,9 @@ def test_what_cannot_be_set_up_is_told_not_raised_and_no_nvlink_is_seen(caplog: 
     p2p: Any = SimpleNamespace(rank=0, size=1, ranks=[0])
     host: Any = None
     for kind in ("peer", "two-level", "nccl-zero-cta"):
-        made, reason = build_transport(kind, LaneOptions(), p2p, host, [0], dist.HashStore(), timedelta(seconds=1))
+        made, reason = build_transport(
+            kind, ProcessGroupFreeScaleOptions(), p2p, host, [0], dist.HashStore(), timedelta(seconds=1)
+        )
         assert made is None and reason, kind
     assert topology._linked_devices(0) == [] and "NVLink" in caplog.text
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transfer import DTYPES, RankBuffers, Transfer
 from lightning_freescale.comm.transports.host.staging import DeviceStaging, HostStaging, PinnedPool
@@ -60,7 +60,7 @@ def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
 
 
 def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, **options: Any) -> HostTransport:
-    host = HostTransport(p2p, LaneOptions(chunk_bytes=chunk, **options))
+    host = HostTransport(p2p, ProcessGroupFreeScaleOptions(chunk_bytes=chunk, **options))
     host._stagings[DEVICE] = staging or HostStaging()
     return host
 
@@ -246,7 +246,7 @@ def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
 def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
-    host = HostTransport(Mock(), LaneOptions(pinned_bytes=1000, chunk_bytes=10))
+    host = HostTransport(Mock(), ProcessGroupFreeScaleOptions(pinned_bytes=1000, chunk_bytes=10))
     gpus = [torch.device("cuda", index) for index in (1, 0)]
     first, other = map(host._staging, gpus)
     assert first is not other and first is host._staging(gpus[0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import LaneOptions
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.options import TRANSPORTS
 from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.selection import (
@@ -115,7 +115,7 @@ def test_what_is_named_and_cannot_be_had_is_refused_with_the_ranks_and_what_to_p
     nothing: Any = None
     for transport, where, *facts in REFUSED:
         with pytest.raises(TransportRefused) as refused:
-            set_up_transport(transport, LaneOptions(), where, nothing, nothing, nothing, timedelta(seconds=1))
+            set_up_transport(transport, ProcessGroupFreeScaleOptions(), where, nothing, nothing, nothing, timedelta(seconds=1))
         assert all(fact in str(refused.value) for fact in (f"transport='{transport}'", *facts)), (refused.value, facts)
 
 
@@ -133,7 +133,7 @@ def _p2p(rank: int, size: int) -> Any:
 def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
     """What every rank gets, if setting up a transport goes as ``build(rank)``."""
     monkeypatch.setattr(selection, "build_transport", lambda kind, options, p2p, host, near, *rest: build(p2p.rank, kind, near))
-    store, size, options, host = dist.HashStore(), where.size, LaneOptions(), cast(Any, "host")
+    store, size, options, host = dist.HashStore(), where.size, ProcessGroupFreeScaleOptions(), cast(Any, "host")
 
     def run(rank: int) -> Any:
         return set_up_transport(named, options, where, _p2p(rank, size), host, store, timedelta(seconds=5))
@@ -153,7 +153,9 @@ def test_ranks_hear_what_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> N
     hardware = iter(where.hardware)
     monkeypatch.setattr(RankHardware, "from_this_process", staticmethod(lambda transport: next(hardware)))
     store = dist.HashStore()
-    heard = on_ranks(3, lambda rank: gather_topology(LaneOptions(), _p2p(rank, 3), store, timedelta(seconds=5)))
+    heard = on_ranks(
+        3, lambda rank: gather_topology(ProcessGroupFreeScaleOptions(), _p2p(rank, 3), store, timedelta(seconds=5))
+    )
     assert heard[0] == heard[1] == heard[2] and heard[0].ranks == (10, 11, 12)
     assert {each.gpu for each in heard[0].hardware} == {"a0", "a1", "b0"}
 
@@ -174,7 +176,7 @@ def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatc
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(dist.DistBackendError, match=r"rank 11, 12 .* 0\.2 s"):
-        gather_topology(LaneOptions(), _p2p(0, 3), dist.HashStore(), timedelta(seconds=0.2))
+        gather_topology(ProcessGroupFreeScaleOptions(), _p2p(0, 3), dist.HashStore(), timedelta(seconds=0.2))
 
 
 DIFFERING: list[tuple[str, list[Any]]] = [
@@ -218,7 +220,7 @@ def test_no_rank_takes_the_store_with_it_before_all_have_read() -> None:
     def seconds(rank: int) -> float:
         begun = time.monotonic()
         slow: Any = Slow() if rank else store
-        gather_topology(LaneOptions(), _p2p(rank, 2), slow, timedelta(seconds=5))
+        gather_topology(ProcessGroupFreeScaleOptions(), _p2p(rank, 2), slow, timedelta(seconds=5))
         return time.monotonic() - begun
 
     assert min(on_ranks(2, seconds)) >= 0.3

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange, messages
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
@@ -52,13 +52,13 @@ WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
 @contextmanager
 def _counted_exchanges() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
-    exchange = FreeScaleGroup.exchange
+    exchange = ProcessGroupFreeScale.exchange
 
     def counted(*args: Any, **kwargs: Any) -> None:
         counts[threading.current_thread().name] += 1
         exchange(*args, **kwargs)
 
-    with patch.object(FreeScaleGroup, "exchange", counted):
+    with patch.object(ProcessGroupFreeScale, "exchange", counted):
         yield counts
 
 

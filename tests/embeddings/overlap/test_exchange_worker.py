@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import id_exchange
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
@@ -71,9 +71,9 @@ STEPS = 8
 def _launched(ordered: bool) -> list[str]:
     """What this rank launches, in its order; every rank is late with another collection."""
     names: list[str] = []
-    late, exchange = PATHS[dist.get_rank() % len(PATHS)], FreeScaleGroup.exchange
+    late, exchange = PATHS[dist.get_rank() % len(PATHS)], ProcessGroupFreeScale.exchange
 
-    def launched(group: FreeScaleGroup, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
+    def launched(group: ProcessGroupFreeScale, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
         if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
             time.sleep(0.05 * (group.options.name == late and len(names) < 10))
             names.append(group.options.name)
@@ -81,7 +81,7 @@ def _launched(ordered: bool) -> list[str]:
 
     with (
         patch.object(id_exchange, "heads_travel_apart", lambda device: True),
-        patch.multiple(FreeScaleGroup, moves_by_nccl=ordered, connect=lambda group: None, exchange=launched),
+        patch.multiple(ProcessGroupFreeScale, moves_by_nccl=ordered, connect=lambda group: None, exchange=launched),
     ):
         train_overlapped(OPTIMIZERS["rowwise_adagrad"], batches(dist.get_rank(), STEPS))
     return names

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_freescale.comm import FreeScaleGroup
+from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.transport import Transport
 from lightning_freescale.testing import RankFailed, run_distributed
@@ -28,10 +28,10 @@ class _Sent:
 
     def __init__(self, ranks_per_node: int) -> None:
         self.words, self.rows = 0, 0
-        exchange, count = FreeScaleGroup.exchange, Transport.count
+        exchange, count = ProcessGroupFreeScale.exchange, Transport.count
         node = dist.get_rank() // ranks_per_node
 
-        def seen(group: FreeScaleGroup, received: Any, send: Any, gets: Any, gives: Any, **options: Any) -> None:
+        def seen(group: ProcessGroupFreeScale, received: Any, send: Any, gets: Any, gives: Any, **options: Any) -> None:
             ranks = dist.get_process_group_ranks(group)
             self.words += sum(size for rank, size in zip(ranks, gives) if rank // ranks_per_node != node)
             exchange(group, received, send, gets, gives, **options)
@@ -41,7 +41,7 @@ class _Sent:
                 self.rows += sum(compress(gives, transport._far))
             count(transport, kind, width, gives)
 
-        FreeScaleGroup.exchange, Transport.count = seen, counted
+        ProcessGroupFreeScale.exchange, Transport.count = seen, counted
 
 
 def _both_sent() -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, float]]]:
@@ -113,7 +113,7 @@ def _refused(cases: list[tuple[dict[str, Any], str]]) -> None:
 
 
 def _by_nccl() -> None:
-    FreeScaleGroup.moves_by_nccl, FreeScaleGroup.connect = True, lambda group: None
+    ProcessGroupFreeScale.moves_by_nccl, ProcessGroupFreeScale.connect = True, lambda group: None
     _refused([(TWO_LEVEL, "several embedding collections, 'items'.*NCCL")])
 
 

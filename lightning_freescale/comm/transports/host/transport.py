@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.options import MIN_PINNED_CHUNKS, LaneOptions
+from lightning_freescale.comm.options import MIN_PINNED_CHUNKS, ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.comm.transfer import Transfer
@@ -29,7 +29,7 @@ _TAGGED_BYTES = 2**20
 class HostTransport:
     """Moves CPU and CUDA tensors over a :class:`GlooP2P`."""
 
-    def __init__(self, p2p: GlooP2P, options: LaneOptions) -> None:
+    def __init__(self, p2p: GlooP2P, options: ProcessGroupFreeScaleOptions) -> None:
         self._p2p, self._options = p2p, options
         self._stagings: dict[torch.device, DeviceStaging] = {}
 
@@ -90,7 +90,7 @@ class P2PSchedule:
     """
 
     def __init__(
-        self, p2p: GlooP2P, staging: Staging, transfer: Transfer, options: LaneOptions, ranks: Collection[int]
+        self, p2p: GlooP2P, staging: Staging, transfer: Transfer, options: ProcessGroupFreeScaleOptions, ranks: Collection[int]
     ) -> None:
         self._p2p, self._staging, self._transfer = p2p, staging, transfer
         self._chunk = options.chunk_bytes
