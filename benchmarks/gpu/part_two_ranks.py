@@ -4,7 +4,8 @@ By every transport that can be had, two ranks exchange bytes of several sizes, w
 beside them. Then rank 1 is killed in the midst of exchanges, and rank 0 must end with an error within the group's timeout.
 
 Where TorchRec and Lightning are installed, the same is done in training: two nodes of one device each, with a sharded
-``nn.Embedding``, against the unsharded module under ``"ddp"``; and a rank is killed in a step.
+``nn.Embedding``, against the unsharded module under ``"ddp"``, by a pairwise loss and by a softmax over all rows; and a rank is
+killed in a step.
 
 The transports come in the order of what they are worth, ``peer`` last: a mistake in it could take the GPU from all others.
 Training by others than ``host`` is left out, and so listed, where the time is needed for a transport that comes later.

@@ -24,10 +24,14 @@ Batch = dict[str, Tensor]
 
 
 class Recommender(L.LightningModule):
-    """The mean of a history against the next item; the table is an ``nn.Embedding`` that the strategy shards."""
+    """The mean of a history against the next item; the table is an ``nn.Embedding`` that the strategy shards.
 
-    def __init__(self, dies: Rank | None = None) -> None:
+    With ``softmax``, the next item is predicted among all items, by a product with the table's weight.
+    """
+
+    def __init__(self, softmax: bool = False, dies: Rank | None = None) -> None:
         super().__init__()
+        self.softmax = softmax
         self.items = nn.Embedding(ITEMS, DIM)
         self.dense = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
         self.losses: list[float] = []
@@ -40,8 +44,11 @@ class Recommender(L.LightningModule):
             self._dies.die()
         self.begun = time.monotonic()
         rows = self.items(batch["items"])
-        scores = (self.dense(rows[:, :-1].mean(1)) * rows[:, -1]).sum(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(scores, batch["liked"])
+        hidden = self.dense(rows[:, :-1].mean(1))
+        if self.softmax:
+            loss = nn.functional.cross_entropy(hidden @ self.items.weight.T, batch["items"][:, -1])
+        else:
+            loss = nn.functional.binary_cross_entropy_with_logits((hidden * rows[:, -1]).sum(1), batch["liked"])
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -66,12 +73,14 @@ class Batches(Dataset):
 
 
 def train(rank: Rank, transport: str, folder: Path) -> None:
-    """Train under ``"ddp"``, then under the strategy; then again, and rank 1 is killed. Collective."""
+    """Train both losses under ``"ddp"`` and under the strategy; then rank 1 is killed in a third fit. Collective."""
     limit = timedelta(seconds=rank.timeout)
-    usual, reference = _fit(rank, DDPStrategy(process_group_backend="gloo", timeout=limit), folder / "ddp.ckpt")
-    ours, found = _fit(rank, _strategy(transport, limit), folder / "freescale.ckpt")
-    if rank.rank == 0:
-        _say_difference(rank, transport, usual, reference, ours, found)
+    for softmax in (False, True):
+        whole = DDPStrategy(process_group_backend="gloo", timeout=limit)
+        usual, reference = _fit(rank, softmax, whole, folder / "ddp.ckpt")
+        ours, found = _fit(rank, softmax, _strategy(transport, limit), folder / "freescale.ckpt")
+        if rank.rank == 0:
+            _say_difference(rank, transport + "_softmax" * softmax, usual, reference, ours, found)
     dying = Recommender(dies=rank)
     try:
         _trainer(_strategy(transport, limit), folder).fit(dying, DataLoader(Batches(rank.rank), batch_size=None))
@@ -85,10 +94,10 @@ def _strategy(transport: str, limit: timedelta) -> FreeScaleStrategy:
     return FreeScaleStrategy(transport=transport, shard=["items"], process_group_backend="gloo", timeout=limit)
 
 
-def _fit(rank: Rank, strategy: DDPStrategy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
+def _fit(rank: Rank, softmax: bool, strategy: DDPStrategy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and unsharded weights; the weights on rank 0 alone."""
     L.seed_everything(1)
-    module, trainer = Recommender(), _trainer(strategy, path.parent)
+    module, trainer = Recommender(softmax), _trainer(strategy, path.parent)
     trainer.fit(module, DataLoader(Batches(rank.rank), batch_size=None))
     trainer.save_checkpoint(path)
     return module.losses, torch.load(path, map_location="cpu", weights_only=False)["state_dict"] if rank.rank == 0 else {}
@@ -100,20 +109,20 @@ def _trainer(strategy: DDPStrategy, folder: Path) -> L.Trainer:
 
 
 def _say_difference(
-    rank: Rank, transport: str, usual: list[float], reference: dict[str, Tensor], ours: list[float], found: dict[str, Tensor]
+    rank: Rank, name: str, usual: list[float], reference: dict[str, Tensor], ours: list[float], found: dict[str, Tensor]
 ) -> None:
     if found.keys() != reference.keys() or len(usual) != len(ours):
         error = f"{len(ours)} steps and the weights {sorted(found)}, under ddp {len(usual)} and {sorted(reference)}"
-        rank.say(("fail", {"what": f"training, {transport}", "error": error}))
+        rank.say(("fail", {"what": f"training, {name}", "error": error}))
         return
     largest = max(float(weight.abs().max()) for weight in reference.values())
     # torch's max, since Python's loses a nan
     weights = float(torch.stack([(found[name] - reference[name]).abs().max() for name in reference]).max()) / largest
     losses = float((torch.tensor(ours) - torch.tensor(usual)).abs().max() / torch.tensor(usual).abs().max())
     on = "GPU" if torch.cuda.is_available() else "CPU"
-    cells = {"trained with": transport, "on": on, "steps": len(ours), "loss": ours[-1]}
+    cells = {"trained with": name, "on": on, "steps": len(ours), "loss": ours[-1]}
     rank.say(("row", cells | {"weights from ddp's": weights, "losses from ddp's": losses, "allowed": ALLOWED}))
-    rank.say(("figure", {"name": f"{transport}_weights_from_ddp", "value": weights}))
+    rank.say(("figure", {"name": f"{name}_weights_from_ddp", "value": weights}))
     if not (weights <= ALLOWED and losses <= ALLOWED):
         error = f"weights differ by {weights:.2g} of the largest, losses by {losses:.2g}; allowed is {ALLOWED:g}"
-        rank.say(("fail", {"what": f"training, {transport}", "error": error}))
+        rank.say(("fail", {"what": f"training, {name}", "error": error}))
