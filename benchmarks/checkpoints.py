@@ -211,7 +211,7 @@ def _rank(given: dict[str, Any]) -> None:
             found["load_mb"], found["mapped_mb"] = self.peak.stop()
 
     kind = given["kind"]
-    strategy = FreeScaleStrategy(checkpoint="single" if kind == "single" else "sharded", async_save=kind == "async")
+    strategy = FreeScaleStrategy(checkpoint=kind)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=given["ranks"], max_steps=4 if given["load"] else 3, logger=False,
         callbacks=[Loads() if given["load"] else Saves()], enable_checkpointing=False, enable_progress_bar=False,

@@ -211,9 +211,9 @@ def _strategy_of(*options: str) -> FreeScaleStrategy:
 
 def test_options_can_stand_in_yaml() -> None:
     assert _strategy_of("ids_of=lightning_freescale.data.collate_histories").ids_of is collate_histories
-    assert _strategy_of("clip=dense").clip == "dense"
-    with pytest.raises(Exception, match="clip"):
-        _strategy_of("clip=tables")
+    assert _strategy_of("exchange=torchrec").exchange == "torchrec"
+    with pytest.raises(Exception, match="exchange"):
+        _strategy_of("exchange=tree")
 
 
 # -- the wheel

@@ -28,8 +28,8 @@ def refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: d
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
             f"the checkpoint {path} is not written: {', '.join([*found][:3])}{more} have values that are infinite or not a "
-            "number. The checkpoints before are as they were: resume from one of them, with Trainer(detect_anomaly=True) to "
-            "see where it begins. FreeScaleStrategy(save_non_finite=True) writes such values, too"
+            "number. Earlier checkpoints are as they were: resume from one of them, with Trainer(detect_anomaly=True) to see "
+            "where it begins"
         )
 
 

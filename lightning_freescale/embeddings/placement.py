@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 
-from lightning_freescale.embeddings.collections import Collection, Table
+from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import shards_of
 
@@ -23,22 +23,12 @@ def row_orders(collection: Collection, plan: Mapping[str, Any], ranks: int, plac
 
     Only row-wise tables have another order than that of their ids, on several ranks. With managed collisions the map decides
     which row an id has.
-
-    Raises:
-        ValueError: a table is too large to be hashed; names it.
     """
     orders = {}
     for table in collection.tables:
         hashed = placement == "hash" and ranks > 1 and plan[table.name].sharding_type == "row_wise" and not collection.managed
-        orders[table.name] = _hashed(table) if hashed else RowOrder(table.rows)
+        orders[table.name] = RowOrder.hashed(table.rows) if hashed else RowOrder(table.rows)
     return orders
-
-
-def _hashed(table: Table) -> RowOrder:
-    try:
-        return RowOrder.hashed(table.rows)
-    except ValueError as error:
-        raise ValueError(f"table {table.name!r}: {error}") from error
 
 
 def place_rows(collection: Collection, module: Any, orders: Mapping[str, RowOrder]) -> None:

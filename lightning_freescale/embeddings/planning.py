@@ -46,7 +46,7 @@ def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.d
     if least <= 0:
         raise ValueError(
             f"a dense part of {dense / 2**30:.1f} GiB, with gradients and optimizer states, leaves no memory for embedding "
-            "tables on the smallest GPU: pass FreeScaleStrategy(plan=...), or planner=... with the memory that tables may take"
+            "tables on the smallest GPU: pass FreeScaleStrategy(plan=...), a plan or a planner that knows their memory"
         )
     return int(least)
 

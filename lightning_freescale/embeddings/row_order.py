@@ -41,14 +41,10 @@ class RowOrder:
         most even gaps that there are (Steinhaus' three distances), as long as an owner has more than the root of all rows.
         It depends on ``rows`` alone, so that all ranks agree, whatever their number.
 
-        Raises:
-            ValueError: the table has more than 3,037,000,499 rows.
+        The rows of a table with more than 3,037,000,499 rows stay in the order of their ids.
         """
-        if rows > _MOST_ROWS:
-            raise ValueError(
-                f"a table of {rows} rows is too large for placement='hash', which multiplies row numbers in 64 bits, up to "
-                f"{_MOST_ROWS} rows: pass placement='blocks'"
-            )
+        if rows > _MOST_ROWS:  # the products of row numbers would not fit into 64 bits
+            return cls(rows)
         near = round(rows * _GOLDEN)
         multiplier = next(n for step in range(rows + 1) for n in (near + step, near - step) if n > 0 and gcd(n, rows) == 1)
         # tables of different sizes do not put their first row, the most popular one, on the same owner

@@ -111,8 +111,7 @@ class TableSharding:
         *,
         group: dist.ProcessGroup,
         local_world_size: int,
-        plan: ShardingPlan | None = None,
-        planner: Any = None,
+        plan: Any = None,
         optimizers: Mapping[str, TableOptimizer] | None = None,
         placement: Placement = "hash",
     ) -> ShardedTables:
@@ -124,18 +123,20 @@ class TableSharding:
         Args:
             group: process group of the embedding exchange, over all ranks.
             local_world_size: ranks per node.
-            plan: TorchRec sharding plan with an entry for every collection; made by ``planner`` if not given.
-            planner: TorchRec planner; a row-wise one if not given.
+            plan: TorchRec sharding plan with an entry for every collection, or a TorchRec planner; the plan of an earlier call,
+                or else a row-wise planner, if not given.
             optimizers: for each table's key how backward updates it; tables left out are frozen.
             placement: of the rows of row-wise tables, see :func:`.placement.row_orders`.
 
         Raises:
-            ValueError: the plan misses a collection or a table; or it or ``placement`` differs from what sharded them earlier.
+            ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
         """
         collections = [collection for collection, *_ in self._replaced]
         self._replace_blueprints()
         chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
-        plan = plan or self._earlier_plan()
+        planner = plan if hasattr(plan, "collective_plan") else None
+        if plan is None or planner is not None:
+            plan = self._earlier_plan()
         if plan is None:
             if planner is None:
                 weights = [weight for *_, planned in self._replaced for weight in planned.parameters()]
@@ -371,16 +372,10 @@ def _fill_shards(
             shard.state["sum"].fill_(optimizers[key].initial_state)
         if record is not None:
             source = earlier.get(_position(shard))
-            if source is None or source.weight.shape != shard.weight.shape:
+            if source is None or source.weight.shape != shard.weight.shape or source.order != shard.order:
                 raise ValueError(
                     f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
                     "use this one"
-                )
-            if source.order != shard.order:
-                given, kept = ("blocks", "hash") if shard.order.by_id else ("hash", "blocks")
-                raise ValueError(
-                    f"table {name!r} is sharded already, with placement={kept!r}, and placement={given!r} would have its rows "
-                    "elsewhere: pass the same again, or save a checkpoint and load it into a new module"
                 )
             shard.weight.copy_(source.weight)
             for state, value in shard.state.items() if key in record.in_backward else ():

@@ -42,7 +42,6 @@ from lightning_freescale.strategy.validation import (
     refuse_exchange,
     refuse_ids_of,
     refuse_options,
-    refuse_placement,
     refuse_shard,
     refuse_shared_gpu,
     refuse_split_backward,
@@ -73,8 +72,8 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
     error. The loss is multiplied by the weight that a :class:`~lightning_freescale.balance.BalancedSampler` has for the batch.
 
     Args:
-        plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
-        planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
+        plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that makes the
+            plan. The default is TorchRec's own planner, restricted to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
         dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
@@ -83,8 +82,6 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             :class:`lightning_freescale.FreeScaleStrategy`; by default a method ``embedding_ids`` of the module, or else they
             are found where they stand in the batch.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the module, or ``"auto"``; by default none.
-        placement: ``"hash"``: rows of a table that is sharded row-wise are spread over all ranks; ``"blocks"``: a block of
-            rows each, as plain TorchRec has it.
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, see
             :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         exchange: ``"flat"``, ``"two_level"`` or ``"torchrec"``, see :class:`lightning_freescale.FreeScaleStrategy`.
@@ -95,20 +92,18 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             to ``DistributedDataParallel`` for the dense part.
 
     Raises:
-        ValueError: there is no such transport, placement or exchange, or an option would have no effect beside another.
+        ValueError: there is no such transport or exchange, or an option would have no effect beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option, or only for the Trainer.
     """
 
     def __init__(
         self,
         plan: Any = None,
-        planner: Any = None,
         transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
-        placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
         exchange: Literal["flat", "two_level", "torchrec"] = "flat",
         clip_gradients: bool = False,
@@ -124,15 +119,14 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             refuse_ids_of(ids_of, no_overlap)
             refuse_split_backward(split_backward, no_overlap)
             refuse_shard(shard)
-            refuse_placement(placement)
         if clip_gradients and exchange == "torchrec":
             raise ValueError(
                 f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
                 "gradients could be clipped. Leave one of the two out"
             )
-        self.plan, self.planner, self.transport = plan, planner, ProcessGroupFreeScaleOptions(transport).transport
+        self.plan, self.transport = plan, ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup, self.ids_of, self.shard = not no_overlap, dedup, ids_of, shard
-        self.placement, self.split_backward, self.exchange = placement, split_backward, exchange
+        self.split_backward, self.exchange = split_backward, exchange
         self.clips_gradients = clip_gradients
         self.block_backward_sync(self._accumulating)
         self._module: nn.Module | None = None
@@ -365,9 +359,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
                 group=embedding_group(None, self.transport, self.root_device, self.group_timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
-                planner=self.planner,
                 optimizers=optimizers,
-                placement=self.placement,
             )
         except BaseException:
             sharding.restore()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _OF_THE_TRAINER = {
     "target_bubble_reduction": "the autopilot times the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
-    "clip": "pass clip_gradients=True and call fabric.clip_gradients(model, optimizer, ...), over dense part and tables",
     "micro_batches": "the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",
     "model_averaging_period": "sharded tables cannot differ between ranks. Leave it out",
 }

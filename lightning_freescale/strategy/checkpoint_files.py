@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,17 +29,15 @@ class CheckpointFiles:
     """Write checkpoints, in one file or in a folder, and read them.
 
     Args:
-        checkpoint: ``"single"`` or ``"sharded"``, see :class:`.FreeScaleStrategy`.
-        in_background: whether folders are written on a thread while training goes on.
-        save_non_finite: whether to write parameters that are infinite or not a number.
+        kind: ``"single"``, ``"sharded"`` or ``"async"``, see :class:`.FreeScaleStrategy`.
 
     Attributes:
         training: whether steps are under way, beside which a checkpoint may be written.
         weights_only: whether checkpoints may hold tensors and numbers alone, where the call that reads one does not tell.
     """
 
-    def __init__(self, checkpoint: str, in_background: bool, save_non_finite: bool) -> None:
-        self.checkpoint, self._in_background, self._save_non_finite = checkpoint, in_background, save_non_finite
+    def __init__(self, kind: str) -> None:
+        self._in_folder, self._in_background = kind != "single", kind == "async"
         self.training = False
         self.weights_only: bool | None = None
         self._group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
@@ -49,7 +47,7 @@ class CheckpointFiles:
 
     def set_up(self, timeout: timedelta | None) -> None:
         """Make the process group of folders, once. Collective."""
-        if self.checkpoint == "sharded" and self._group is None:
+        if self._in_folder and self._group is None:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
     # -- saving
@@ -61,9 +59,10 @@ class CheckpointFiles:
         Raises:
             ValueError: a folder is to be written to a remote file system, or by a plugin.
         """
-        if not local and self.checkpoint == "sharded":
+        if not local and self._in_folder:
+            kind = "async" if self._in_background else "sharded"
             raise ValueError(
-                f"FreeScaleStrategy(checkpoint='sharded') writes folders that all ranks see, by itself: {filepath} is remote, "
+                f"FreeScaleStrategy(checkpoint={kind!r}) writes folders that all ranks see, by itself: {filepath} is remote, "
                 "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
             )
         if local:  # else whoever writes it gets whole tensors
@@ -93,10 +92,10 @@ class CheckpointFiles:
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training
         if not in_background:
-            self._refuse_non_finite(parameters.items(), path, None)
+            _room("finite").refuse_non_finite(parameters.items(), path)
         if self._deferred is None:
             return False
-        if self.checkpoint == "single":
+        if not self._in_folder:
             _room("single_file").write(checkpoint, path, self._deferred)
             return True
         spread = self._deferred.held
@@ -115,12 +114,8 @@ class CheckpointFiles:
     def _write_folder(
         self, checkpoint: dict[str, Any], path: Path, spread: list[Any], copies: list[tuple[str, Tensor]]
     ) -> None:
-        self._refuse_non_finite(copies, path, self._group)
+        _room("finite").refuse_non_finite(copies, path, self._group)
         _room("sharded_folder").write(checkpoint, path, spread, self._group)
-
-    def _refuse_non_finite(self, tensors: Iterable[tuple[str, Tensor]], path: Path, group: ProcessGroup | None) -> None:
-        if not self._save_non_finite:
-            _room("finite").refuse_non_finite(tensors, path, group)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint; if another one is being written, when that is whole."""

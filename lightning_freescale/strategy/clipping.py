@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_)
 _WAY = "Pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) in configure_gradient_clipping"
-_DENSE = "to clip the dense part alone, which gives other numbers than 'ddp', pass FreeScaleStrategy(clip='dense')"
 
 
 def clip_options(trainer: Trainer, optimizers: Mapping[str, TableOptimizer]) -> dict[str, Any]:
@@ -50,8 +49,7 @@ def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: M
         raise ValueError(
             f"{own if _own_hook(trainer) else given}: collections {paths} are updated during backward, so their gradients are "
             "gone before they could be clipped; only those can be clipped whose exchange is overlapped "
-            "(FreeScaleStrategy(overlap=True), tables sharded by rows or whole). Do not clip; or, "
-            f"{_DENSE}"
+            "(no managed collisions, no FreeScaleStrategy(exchange='torchrec')). Do not clip"
         )
 
 
@@ -153,7 +151,7 @@ class TableClipping:
 
     def __init__(self, trainer: Trainer, groups: ParameterGroups, engine: OverlapEngine | None) -> None:
         self._trainer, self._plugin, self._groups, self._engine = trainer, trainer.precision_plugin, groups, engine
-        self._joint = JointClipping(groups, engine, lambda: trainer.optimizers[0], f"{_WAY}; {_DENSE}")
+        self._joint = JointClipping(groups, engine, lambda: trainer.optimizers[0], _WAY)
 
     def start_batch(self, plain: Iterable[Collection]) -> None:
         """Check again what callbacks may have changed, and ``plain``, the collections that TorchRec updates during backward.
@@ -208,7 +206,7 @@ def _in_group(optimizer: TableOptimizer | None) -> bool:
 def _not_held(algorithm: str, clip_val: float) -> str:
     return (
         f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}): the gradients of the embedding "
-        f"tables are not kept until here. {_WAY}, in steps that update; {_DENSE}"
+        f"tables are not kept until here. {_WAY}, in steps that update"
     )
 
 

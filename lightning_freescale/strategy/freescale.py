@@ -64,11 +64,9 @@ from lightning_freescale.strategy.validation import (
     refuse_accumulation,
     refuse_averages,
     refuse_checkpoint,
-    refuse_clip,
     refuse_exchange,
     refuse_ids_of,
     refuse_options,
-    refuse_placement,
     refuse_sampler,
     refuse_second_backward,
     refuse_several_optimizers,
@@ -94,8 +92,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     are those of the unsharded module. A module without embedding collections trains as with ``"ddp"``.
 
     Args:
-        plan: TorchRec ``ShardingPlan`` for the collections, by their path in the module; planned if not given.
-        planner: TorchRec planner to make the plan; by default TorchRec's own, held to row-wise sharding.
+        plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that makes the
+            plan. The default is TorchRec's own planner, restricted to row-wise sharding.
         transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
         overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
         dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
@@ -110,14 +108,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more, those that
             cannot be sharded are told. By default none.
-        clip: what gradient clipping is about. ``"all"``: dense part and tables together, as in the unsharded module. By value
-            it costs nothing; by norm, or where the module has a ``configure_gradient_clipping`` of its own, no row can be
-            updated before all gradients are known, so less of the exchange is hidden. ``"dense"``: the dense part alone, the
-            norm without the tables, **which changes the numbers**.
-        placement: which rank owns which rows of a table that is sharded row-wise, on several ranks. ``"hash"``: neighbours are
-            far apart, so that the popular rows of a table that is sorted by popularity are spread over all ranks.
-            ``"blocks"``: a block of rows each, as plain TorchRec has it. Weights, states and checkpoints are in the order of
-            the ids, either way. Tables with managed collisions, and those sharded otherwise, stay as they are.
         split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, while the gradients of
             the rows travel. Each rank's gradients are the same to the bit. Costs memory: the linear layers' inputs and the
             gradients of their outputs are held until then. See
@@ -134,15 +124,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps quicker. Which
             samples a step has, tables, optimizer states and checkpoints are not touched; the run depends on the clock, to the
             rounding of micro-batches. None for no autopilot.
-        checkpoint: how checkpoints are saved. ``"single"``: one ordinary file, as that of the unsharded module, which rank 0
-            writes, one table after the other. ``"sharded"``: a folder to which every rank writes its part of the tables, on a
-            file system that all ranks share; ``freescale consolidate`` makes the ordinary file of it. Either is read, on any
-            number of ranks, whatever is set here.
-        async_save: with ``checkpoint="sharded"``, write while training goes on: a step waits until its rank's part has been
-            copied to host memory, and until the checkpoint before is whole. One that is replaced, or removed because there are
-            enough, stays until then. What cannot be written is raised at the next save, or at the end of training.
-        save_non_finite: save parameters that are infinite or not a number. By default that is an error, and the checkpoints
-            before stay as they were.
+        checkpoint: how checkpoints are saved. ``"single"``: rank 0 writes one ordinary file, as that of the unsharded module,
+            one table after the other. ``"sharded"``: every rank writes its part of the tables to a folder, on a file system
+            that all ranks share; ``freescale consolidate`` converts the folder to the ordinary file. ``"async"``: the same
+            folder, written while training continues. A step then waits until its rank's part has been copied to host memory,
+            and until the previous checkpoint is complete. A replaced or removed checkpoint stays until then. An error in
+            writing is raised at the next save, or at the end of training. Every kind is read on any number of ranks,
+            whatever is set here. Parameters that are infinite or not a number are never saved: that is an error, and
+            earlier checkpoints stay as they were.
         **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
             rows, plans and measurements have five minutes. Others are as in
             :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to ``DistributedDataParallel`` for the
@@ -152,8 +141,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
 
     Raises:
-        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, clip, placement, exchange or
-            checkpoint, or an option would have no effect, or another one, beside another.
+        ValueError: ``target_bubble_reduction`` is no share, there is no such transport, exchange or checkpoint, or an option
+            would have no effect, or another one, beside another.
         TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
     """
 
@@ -164,37 +153,28 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def __init__(
         self,
         plan: Any = None,
-        planner: Any = None,
         transport: str = "auto",
         overlap: bool = True,
         dedup: bool = True,
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
-        clip: Literal["all", "dense"] = "all",
-        placement: Literal["hash", "blocks"] = "hash",
         split_backward: bool = False,
         exchange: Literal["flat", "two_level", "torchrec"] = "flat",
         target_bubble_reduction: float | None = None,
-        checkpoint: Literal["single", "sharded"] = "single",
-        async_save: bool = False,
-        save_non_finite: bool = False,
+        checkpoint: Literal["single", "sharded", "async"] = "single",
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
-        refuse_checkpoint(checkpoint, async_save)
-        super().__init__(CheckpointFiles(checkpoint, async_save, save_non_finite), **ddp_options)
+        refuse_checkpoint(checkpoint)
+        super().__init__(CheckpointFiles(checkpoint), **ddp_options)
         refuse_exchange(exchange, dedup)
         why_not = no_overlap_because(overlap, exchange)
         refuse_ids_of(ids_of, why_not)
         refuse_split_backward(split_backward, why_not)
         refuse_shard(shard)
-        refuse_clip(clip)
-        refuse_placement(placement)
         refuse_target(target_bubble_reduction)
         self.target_bubble_reduction = target_bubble_reduction
-        self.clip, self.placement, self.split_backward = clip, placement, split_backward
-        self.exchange = exchange
-        self.plan, self.planner = plan, planner
+        self.plan, self.split_backward, self.exchange = plan, split_backward, exchange
         self.transport = ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup = not why_not, dedup
         self.ids_of, self.shard = ids_of, shard
@@ -504,16 +484,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 self.groups = ParameterGroups(self.optimizers[0], sharding)
                 optimizers = self.groups.optimizers
                 tell_of_lazy_updates(optimizers)
-                if self.clip == "all":
-                    plain = [each for each, _ in found if self._by_torchrec or each.managed]
-                    refuse_clipping(trainer, plain, optimizers)
+                plain = [each for each, _ in found if self._by_torchrec or each.managed]
+                refuse_clipping(trainer, plain, optimizers)
             return sharding.shard(
                 group=embedding_group(earlier, self.transport, self.root_device, self.group_timeout),
                 local_world_size=self.num_processes,
                 plan=self.plan,
-                planner=self.planner,
                 optimizers=optimizers,
-                placement=self.placement,
             )
         except BaseException:
             sharding.restore()
@@ -549,7 +526,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._by_torchrec:
             return None
         clips: dict[str, Any] = {}
-        if self.groups is not None and fitting and self.clip == "all":
+        if self.groups is not None and fitting:
             clips = clip_options(trainer, self.groups.optimizers)
         levels = levels_of(self.exchange, self.num_nodes, self.num_processes)
         nodes: dict[str, Any] = {"exchange": levels, "ranks_per_node": self.num_processes}
@@ -573,9 +550,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
         if self.target_bubble_reduction is not None and self.overlap and engine is not None and engine.modules:
             self._record_steps()
-        if self.clip == "all":
-            self._clipping = TableClipping(trainer, self.groups, engine)
-            self.at_teardown.enter_context(self._clipping.running())
+        self._clipping = TableClipping(trainer, self.groups, engine)
+        self.at_teardown.enter_context(self._clipping.running())
 
     def _record_steps(self) -> None:
         if not self.timeline.enabled:  # else a profiler has seen to it

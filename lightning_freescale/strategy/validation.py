@@ -169,27 +169,10 @@ def refuse_shared_gpu(error: RuntimeError) -> None:
         ) from error
 
 
-def refuse_clip(clip: str) -> None:
-    """Refuse a ``clip`` that there is not, by a ValueError."""
-    if clip not in ("all", "dense"):
-        raise ValueError(f"FreeScaleStrategy(clip={clip!r}): pass 'all' or 'dense'")
-
-
-def refuse_placement(placement: str) -> None:
-    """Refuse a ``placement`` that there is not, by a ValueError."""
-    if placement not in ("hash", "blocks"):
-        raise ValueError(f"FreeScaleStrategy(placement={placement!r}): pass 'hash' or 'blocks'")
-
-
-def refuse_checkpoint(checkpoint: str, async_save: bool) -> None:
-    """Refuse a ``checkpoint`` that there is not, or that is not written in the background, by a ValueError."""
-    if checkpoint not in ("single", "sharded"):
-        raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single' or 'sharded'")
-    if async_save and checkpoint == "single":
-        raise ValueError(
-            "FreeScaleStrategy(async_save=True) writes in the background what every rank has, not one file that rank 0 "
-            "gathers: pass checkpoint='sharded' with it"
-        )
+def refuse_checkpoint(checkpoint: str) -> None:
+    """Raise a ValueError for an unknown ``checkpoint``."""
+    if checkpoint not in ("single", "sharded", "async"):
+        raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single', 'sharded' or 'async'")
 
 
 def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:

@@ -16,7 +16,7 @@ from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import Fitted, Large, SaveAt, fit
 
 WRITE = sharded_folder.write_pieces
-ASYNC = {"checkpoint": "sharded", "async_save": True}
+ASYNC = {"checkpoint": "async"}
 
 
 class Meanwhile(L.Callback):
@@ -83,9 +83,7 @@ def test_the_last_whole_one_stays(tmp_path: Path) -> None:
     assert [path.name for path in full.glob("[!.]*.ckpt")] == ["epoch=1-step=8.ckpt"]
 
 
-def test_a_single_file_is_not_written_in_the_background() -> None:
-    with pytest.raises(ValueError, match="async_save=True"):
-        FreeScaleStrategy(async_save=True)
+def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint='both'"):
         FreeScaleStrategy(checkpoint="both")  # type: ignore[arg-type]
 

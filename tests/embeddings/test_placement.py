@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,8 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.placement import row_orders
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -175,13 +172,6 @@ def test_other_shardings_stay_as_they_are() -> None:
     assert hashed == {name: list(range(rows)) for name, (rows, *_) in TABLES.items()}, "one rank has all rows in order"
 
 
-def test_a_table_that_is_too_large_is_named() -> None:
-    table = Table("huge", "huge.weight", 2**32, 8, ("a",), nn.init.zeros_)
-    plan = {"huge": SimpleNamespace(sharding_type="row_wise")}
-    with pytest.raises(ValueError, match=r"'huge'.*4294967296 rows.*placement='blocks'"):
-        row_orders(SimpleNamespace(tables=[table], managed=False), plan, 2, "hash")
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 30, 64, 97, 1000, 30030, 65536])
 def test_every_row_has_a_position_of_its_own(rows: int) -> None:
     order, ids = RowOrder.hashed(rows), torch.arange(rows)
@@ -210,8 +200,7 @@ def test_it_is_a_function_of_the_number_of_rows_and_does_not_overflow() -> None:
         expected = (at * order.multiplier + order.offset) % rows
         assert int(order.positions(torch.tensor([at]))) == expected
         assert int(order.ids(expected, expected + 1)) == at
-    with pytest.raises(ValueError, match=r"3037000500.*placement='blocks'"):
-        RowOrder.hashed(rows + 1)
+    assert RowOrder.hashed(rows + 1).by_id
     order, ids = RowOrder.hashed(2**31 - 1), torch.tensor([0, 1, 2**31 - 2])
     assert torch.equal(order.positions(ids.int()), order.positions(ids))
 

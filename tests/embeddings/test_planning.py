@@ -107,7 +107,7 @@ def _sharded() -> tuple[dict[int, list[int]], bool]:
     sharding = TableSharding(Sequences(), torch.device("cpu"))
     planner = row_wise_planner([collection for collection, *_ in sharding._replaced], torch.device("cpu"), 1, 1)
     sharding.device = GPU
-    sharding.shard(group=dist.group.WORLD, local_world_size=1, planner=planner)
+    sharding.shard(group=dist.group.WORLD, local_world_size=1, plan=planner)
     return {index: state.tolist() for index, state in states.items()}, drawn == ["items", "tags"]
 
 

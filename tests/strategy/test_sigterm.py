@@ -139,7 +139,7 @@ def _stop(path: Path) -> list[Any]:
         write(*args)
 
     sharded_folder.write = slowly
-    assert _fit(Evicted([1]), path, strategy={"checkpoint": "sharded", "async_save": True})
+    assert _fit(Evicted([1]), path, strategy={"checkpoint": "async"})
     found.append((path / "on_exception.ckpt").exists())
     return found
 

@@ -116,7 +116,7 @@ def test_a_strategy_can_be_copied_before_a_fit(copied: Any) -> None:
         trainer(strategy=strategy, devices=1, max_epochs=1).fit(model, DataLoader(RankBatches(0, 2), batch_size=None))
         return model.losses
 
-    made = FreeScaleStrategy(dedup=False, checkpoint="sharded", async_save=True)
+    made = FreeScaleStrategy(dedup=False, checkpoint="async")
     twin = copied(made)
     assert run_distributed(losses, 1, twin, init=False) == run_distributed(losses, 1, made, init=False)
 

@@ -184,8 +184,7 @@ def test_accepted_after_a_refused_fit() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"clip": "tables"}, ValueError, "clip='tables'"),
-        ({"placement": "random"}, ValueError, "placement='random'"),
+        ({"clip": "all"}, TypeError, "clip="),
         ({"shard": "kind_emb"}, TypeError, r"shard='kind_emb'.*\['kind_emb'\]"),
         *(({"target_bubble_reduction": target}, ValueError, f"_reduction={target}") for target in (0, -0.5, 1.5)),
         ({"overlp": True}, TypeError, "overlp=.* overlap="),

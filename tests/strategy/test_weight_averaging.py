@@ -80,7 +80,7 @@ BAGS: Make = (Bags, bag_loader, ema)
 PLAIN: Make = (partial(Plain, "adagrad"), plain_loader, partial(EverySecond, use_buffers=False))
 CASES: dict[str, tuple[Make, Any]] = {
     "bags under ddp": (BAGS, "ddp"),
-    "bags": (BAGS, {"checkpoint": "sharded", "async_save": True}),
+    "bags": (BAGS, {"checkpoint": "async"}),
     "embeddings under ddp": (PLAIN, "ddp"),
     "embeddings": (PLAIN, {"shard": SHARDED}),
     "nothing sharded": (PLAIN, {}),

@@ -50,7 +50,7 @@ def other_sharding(path: str) -> NoReturn:
     """Raise because accumulated gradients are of rows that other ranks own now."""
     raise ValueError(
         f"the checkpoint was written between two optimizer steps, and embedding collection {path!r} is sharded otherwise than "
-        "it was then: resume with the same plan= and placement=, or from a checkpoint that was written after an optimizer step"
+        "it was then: resume with the same plan=, or from a checkpoint that was written after an optimizer step"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -203,24 +202,6 @@ def test_without_overlap_as_under_ddp() -> None:
     assert not any(run.warnings for runs in ranks for _, run in runs.values() if training.notices(run))
 
 
-def _clip_hidden(module: L.LightningModule, optimizer: Any) -> None:
-    clip_grad_norm_(module.net.hidden.parameters(), 0.03)
-
-
-def test_the_dense_part_alone_on_request() -> None:
-    """It is what a hook does that clips the dense parameters by their names."""
-    cases = {
-        "by name": clipping(partial(Acts, _clip_hidden)),
-        "by option": clipping(partial(CountingModel, "sgd"), gradient_clip_val=0.03),
-    }
-    ranks = run_distributed(fit_all, 2, cases, "ddp", {"clip": "dense"}, {"clip": "dense", **PLAIN})
-    ddp, together = (ranks[0][name][0] for name in cases)
-    assert _differ(ddp, together) and _differ(ddp, together, "hidden")
-    for runs in ranks:
-        runs["by option"][0] = runs["by name"][0]
-    assert departures({name: replace(case, ahead=None) for name, case in cases.items()}, ranks, **CLIPPED) == []
-
-
 # -- refused
 
 
@@ -260,7 +241,7 @@ def refused(make: Any, *error: str, overlap: Any = None, **options: Any) -> Case
 
 def by_torch(act: Any, function: str = "clip_grad_norm_", *hook: str, **options: Any) -> Case:
     """Torch's function would clip the dense part alone, by a limit of 1."""
-    return refused(partial(Acts, act, *hook), f"{function}(parameters, 1.0)", "gradient_clip_val", "clip='dense'", **options)
+    return refused(partial(Acts, act, *hook), f"{function}(parameters, 1.0)", "gradient_clip_val", **options)
 
 
 def later(make: Any, *error: str, **options: Any) -> Case:
