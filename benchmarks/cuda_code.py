@@ -27,7 +27,7 @@ CONDITIONS = {
         "self.moves_by_nccl": True,
     },
     "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
-    "embeddings/lookahead/kjt_snapshot.py": {"self._copied": False},
+    "embeddings/lookahead/kjt_path.py": {"self._copied": False},
     "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
     "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},

@@ -23,7 +23,7 @@ import overlap_workload
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.embeddings.overlap.collisions import Collisions
+from lightning_freescale.embeddings.overlap.row_updates import Collisions
 from lightning_freescale.testing import run_distributed
 
 EXCHANGES = ("flat", "two_level")

@@ -20,7 +20,7 @@ from lightning_freescale.embeddings.collections import Collection, find_collecti
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
-from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer
+from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, new_state
 from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
 from lightning_freescale.embeddings.planning import (
     check_plan,
@@ -30,7 +30,6 @@ from lightning_freescale.embeddings.planning import (
     row_wise_planner,
 )
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, refuse_whole_use, shards_of
-from lightning_freescale.embeddings.sparse_adam import new_state
 
 _ROWS_AT_ONCE = 2**20
 

@@ -8,8 +8,7 @@ from typing import Any
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._lightning.loops import rank_zero_info, rank_zero_warn
-from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
-from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, ModeProposal, Probe
+from lightning_freescale.embeddings.lookahead.probe import IdsFunction, LookaheadMode, ModeProposal, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.strategy.validation import has_embedding_ids
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.lookahead.kjt_path import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 

@@ -18,14 +18,13 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSetti
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
-from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
+from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.step_jobs import StepJobs
-from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver
+from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, LaunchOrder
 
 
 @dataclass(frozen=True)

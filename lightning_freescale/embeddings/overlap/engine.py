@@ -21,12 +21,12 @@ from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
-from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
-from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
+from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
+from lightning_freescale.embeddings.overlap.transport import LaunchOrder, refuse_one_queue
 from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"

@@ -12,9 +12,8 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale._worker import WorkerThread
-from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.transport import ExchangeObserver
+from lightning_freescale.embeddings.overlap.transport import ExchangeObserver, LaunchOrder
 
 
 class ExchangeWorker(WorkerThread):

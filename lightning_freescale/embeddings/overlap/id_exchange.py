@@ -1,19 +1,219 @@
-"""Messages with a head: what the ranks tell each other, which rows they ask for, and gradients."""
+"""Messages with a head: the state of each rank, the rows it asks for, and gradients.
+
+A message that carries several things is one flat tensor of floats with a part per rank. A part begins with some bytes and goes
+on with rows, both at multiples of a row's width, so that rows are gathered straight into their place. A receiver bounds what
+arrives: a slot may be longer than the part that lands in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 
+from lightning_freescale._objects import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
-from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp
-from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.transport import Transport
+
+_FEW_RANKS = 32
+"""Up to here a slice per rank costs less than an index of all numbers."""
+
+
+def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return ``counts[k]`` numbers from ``starts[k]`` on, one range after the other."""
+    before = [*accumulate(counts, initial=0)]
+    shifts = torch.tensor([start - done for start, done in zip(starts, before)], device=device)
+    shifts = torch.repeat_interleave(shifts, torch.tensor(counts, device=device), output_size=before[-1])
+    return shifts + torch.arange(before[-1], device=device)
+
+
+def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Return ``counts[k]`` elements of ``source`` from ``starts[k]`` on, one range after the other."""
+    if len(counts) > _FEW_RANKS:
+        return source[ranges(starts, counts, source.device)]
+    return torch.cat([source[start : start + count] for start, count in zip(starts, counts)])
+
+
+def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor) -> None:
+    """Write ``values`` to where :func:`take` would read them."""
+    if len(counts) > _FEW_RANKS:
+        target[ranges(starts, counts, target.device)] = values.to(target.dtype)  # an index does not convert, as a slice does
+        return
+    for start, count, part in zip(starts, counts, values.split_with_sizes(counts)):
+        target[start : start + count] = part
+
+
+class PartLayout:
+    """Where the parts of a message lie.
+
+    Args:
+        dim: width of a row, in floats.
+        preambles: bytes before the rows, by rank.
+        rows: rows, by rank.
+
+    Attributes:
+        starts: where each part begins, counted in rows, and the end of the last.
+        first_rows: where its rows begin, counted in rows.
+        sizes: floats per part.
+    """
+
+    def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
+        heads = [-(-size // (4 * dim)) for size in preambles]
+        self.starts = [*accumulate((head + count for head, count in zip(heads, rows)), initial=0)]
+        self.first_rows = [start + head for start, head in zip(self.starts, heads)]
+        self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]
+        self._dim = dim
+
+    @property
+    def length(self) -> int:
+        """Length of the message, counted in rows."""
+        return self.starts[-1]
+
+    def words(self, offset: int = 0) -> list[int]:
+        """Return where each part begins, counted in words of 4 bytes, ``offset`` words further on."""
+        return [start * self._dim + offset for start in self.starts[:-1]]
+
+    def octets(self) -> list[int]:
+        """Return where each part begins, counted in bytes."""
+        return [4 * start * self._dim for start in self.starts[:-1]]
+
+
+class NextIds(IntEnum):
+    """What a rank knows of the ids of the batch that follows."""
+
+    UNKNOWN = 0  # they cannot be known ahead
+    ENDED = 1  # there is no such batch
+    REQUESTED = 2  # they are in this message
+    LATER = 3  # they may be in the next one: all ranks send another
+    TOLD = 4  # they were in a message before
+    DRAINING = 5  # none are asked for: this message only carries gradients
+    EVALUATING = 6  # the message belongs to no step: it asks for the rows of a lookup without gradients
+
+
+class LookedUp(IntEnum):
+    """What a rank's model has looked up in the current batch."""
+
+    PREDICTED = 0  # the ids that were submitted ahead
+    OTHERS = 1  # others, or ids that nobody had submitted: they follow
+    MORE = 2  # others beside those: they are in this message, which is sent anew once their rows have come
+    WRONG = 3  # ids that have no row; the error follows
+
+
+class Head(NamedTuple):
+    """The first numbers of a message, each of 32 bits."""
+
+    number: int  # of the message, so that ranks which have lost step notice
+    state: int  # :class:`NextIds`
+    lookup: int  # :class:`LookedUp`
+    ids: int  # rows asked of the receiver in this message
+    most_ids: int  # the most that the sender asks of any rank
+    other_ids: int  # rows asked of the receiver for the current batch
+    gradients: int  # rows whose gradients follow
+    moves: int  # whether the sender has a gradient of the current batch
+    updates: int  # whether an optimizer step follows the current batch
+    mode: int  # how the sender comes to know ids
+    evaluated: int  # number of the module that the sender looks up outside of steps, from 1 on; 0 for none
+
+
+@dataclass(frozen=True)
+class IdsToSend:
+    """What this rank has to tell.
+
+    Attributes:
+        state: of the ids of the next batch.
+        request: the rows that it needs.
+        mode: how this rank comes to know ids.
+        moves: whether it has a gradient of the current batch.
+        evaluated: as in :class:`Head`.
+        before: what had come in of the same batch in an earlier message, by which ranks that ask for nothing now stand.
+    """
+
+    state: NextIds
+    request: RowRequest
+    mode: int = 0
+    moves: bool = False
+    evaluated: int = 0
+    before: IncomingRows | None = None
+
+
+class LookupHandshake:
+    """Makes requests of ids, and turns the error of one rank into one of all.
+
+    Args:
+        path: of the collection, for errors.
+        group: process group of this collection alone.
+        layout: of its tables.
+        dedup: as in :meth:`RowRequest.from_lookups`.
+    """
+
+    def __init__(self, path: str, group: dist.ProcessGroup, layout: RowLayout, dedup: bool) -> None:
+        self.path, self.group = path, group
+        self.no_rows = RowRequest.empty(layout, dedup)
+        self._layout, self._dedup = layout, dedup
+
+    def request(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
+        """Return the rows that the lookups of a batch need.
+
+        Raises:
+            ValueError: the ids are wrong.
+        """
+        return RowRequest.from_lookups(lookups, self._layout, self._dedup)
+
+    def ids_to_send(self, state: NextIds, lookups: Sequence[KeyedJaggedTensor], mode: int) -> IdsToSend:
+        """Return what to tell of a batch; ids that are wrong count as unknown: the model may never look them up."""
+        if state != NextIds.REQUESTED:
+            return IdsToSend(state, self.no_rows, mode=mode)
+        try:
+            return IdsToSend(state, self.request(lookups), mode)
+        except ValueError:
+            return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
+
+    def raise_errors(self, heads: Sequence[Head], wrong: Exception | None = None) -> None:
+        """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
+
+        Raises:
+            ValueError: the ids of a rank are wrong.
+            RuntimeError: the ranks are not in step.
+        """
+        self._refuse_other_places(heads)
+        if LookedUp.WRONG in {head.lookup for head in heads}:
+            texts = gather_objects(str(wrong) if wrong else None, self.group)
+            found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+            raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
+
+    def _refuse_other_places(self, heads: Sequence[Head]) -> None:
+        draining = [rank for rank, head in enumerate(heads) if head.state == NextIds.DRAINING]
+        if 0 < len(draining) < len(heads):
+            raise RuntimeError(
+                f"ranks {draining} bring the tables up to date (they evaluate, save, or call state_dict()), the others train "
+                "on: do it on every rank"
+            )
+        evaluating = [rank for rank, head in enumerate(heads) if head.state == NextIds.EVALUATING]
+        if 0 < len(evaluating) < len(heads):
+            raise RuntimeError(
+                f"ranks {evaluating} look up rows outside of a training step (they evaluate), the others train on or save: "
+                "evaluate on every rank; if ranks evaluate different numbers of batches, do it inside `with "
+                "strategy.evaluation():`, or call engine.serve_evaluation() after it in a loop of your own"
+            )
+        if len({head.number for head in heads}) > 1:
+            raise RuntimeError(f"the ranks are not in step: they send messages {[head.number for head in heads]}")
+        steps = [rank for rank, head in enumerate(heads) if head.updates]
+        if 0 < len(steps) < len(heads):
+            raise ValueError(
+                f"after this batch ranks {steps} take an optimizer step, the others go on accumulating gradients: give every "
+                "rank the same number of batches and the same accumulate_grad_batches"
+            )
+
 
 _IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
 _FEWEST_IDS = 1024

@@ -14,10 +14,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.optimizer import UpdateSettings, update_rows
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables, kernels, prepare_kernel
-from lightning_freescale.embeddings.sparse_adam import update_rows
 
 
 @dataclass(frozen=True)

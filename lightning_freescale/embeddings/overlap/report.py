@@ -8,9 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 
 _LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
@@ -141,3 +144,41 @@ class OverlapReport:
             f"({self.colliding_bytes / 1e6:.3g} waited for{crossed}), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; "
             f"{others:.0f} lookups of unexpected ids"
         )
+
+
+class BagTraffic:
+    """Counts what TorchRec would move for bags, whose owners of rows pool before they send, for tables of one width.
+
+    The amount follows from the number of bags, not from their contents.
+
+    A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, also
+    for those that it has no row of (a reduce-scatter). A table that one rank holds is pooled there.
+
+    Args:
+        layout: of the tables.
+        rank: this rank.
+        dim: width of a row.
+    """
+
+    def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:
+        self._layout, self._dim = layout, dim
+        last = torch.tensor([[layout.rows_of(each)] for each in range(layout.ranks)])
+        holds = torch.diff(layout.first_row, append=last) > 0
+        sends = holds | (holds.sum(dim=0) > 1)
+        self._places = np.array(layout.places)
+        self._others = np.arange(layout.ranks) != rank
+        self._senders = [
+            (feature, (sends[:, table].numpy() & self._others).astype(np.int64)) for feature, table in layout.features
+        ]
+
+    def pooled_rows(self, features: KeyedJaggedTensor) -> np.ndarray:
+        """Return how many pooled rows TorchRec would send to this rank for one lookup, by the rank that sends them."""
+        bags = dict(zip(features.keys(), features.stride_per_key()))
+        none = np.zeros(self._layout.ranks, np.int64)
+        return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
+
+    def torchrec_bytes(self, request: RowRequest, pooled_rows: np.ndarray | int) -> int:
+        """Return the bytes that TorchRec would move for this rank's lookups of a batch."""
+        ids = np.array(request.ids)[self._places]  # by rank
+        # an id of 64 bits; a bag's length, its pooled row and back the gradient
+        return int((8 * ids + (4 + 2 * 4 * self._dim) * pooled_rows)[self._others].sum())

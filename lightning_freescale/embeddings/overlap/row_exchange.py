@@ -31,20 +31,15 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
-from lightning_freescale.embeddings.overlap.bag_traffic import BagTraffic
 from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup, PipelinedBatch, SomeRows
-from lightning_freescale.embeddings.overlap.collisions import Collisions
-from lightning_freescale.embeddings.overlap.handshake import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
-from lightning_freescale.embeddings.overlap.held_gradients import HeldGradients
-from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
+from lightning_freescale.embeddings.overlap.id_exchange import Head, IdsToSend, LookedUp, LookupHandshake, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.nodes import Nodes, ProxyGroups
-from lightning_freescale.embeddings.overlap.proxy_route import ProxyRoute
-from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, ProxyRoute
+from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute, Route
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
-from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.row_updates import Collisions, HeldGradients, RowUpdates
+from lightning_freescale.embeddings.overlap.transport import LaunchOrder, Transport
 
 
 class RowExchange:
@@ -391,7 +386,7 @@ class RowExchange:
     def _sum_per_row(self, current: PipelinedBatch, gradient: Tensor | None) -> Tensor:
         if gradient is None:
             return torch.zeros(sum(current.request.sizes), self.transport.dim, device=self._device)
-        pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(current)
+        pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(current.request, current.pooled_rows)
         self.statistics.count_lookup(current.request, self._place, self.transport.dim, pooled)
         sums = current.request.sum_per_row(gradient)
         return sums.div_(self.transport.ranks) if get_gradient_division() else sums

@@ -1,14 +1,60 @@
-"""What an owner does with the gradients of its rows: update now, or keep them for a later optimizer step."""
+"""The owner's bookkeeping: which rows collide, and whether gradients update their rows now or later."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows, add_up
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.transport import Transport
+
+COUNTED_EVERY = 8
+"""The collisions of one step in so many are counted: telling rows apart takes time."""
+
+
+class Collisions:
+    """Compares batches by the number of the last one that asked for each row: nothing is sorted, and nothing is reset.
+
+    Args:
+        local: this rank's rows.
+        statistics: what to count in.
+    """
+
+    def __init__(self, local: LocalRows, statistics: ExchangeStatistics) -> None:
+        self.statistics = statistics
+        self._last_batch = torch.zeros(local.count, dtype=torch.int32, device=local.layout.device)
+        self._window_start = 1  # rows that no batch has asked for have 0
+        self._windows = 0  # that have ended
+
+    def begin_window(self, number: int) -> None:
+        """Compare with no batch before this one: their updates are done."""
+        self._window_start = number
+        self._windows += 1
+
+    def mark(self, rows: Tensor, number: int) -> None:
+        """Note rows that a batch asks for, beside those compared; a later batch may have asked for them already."""
+        self._last_batch[rows] = self._last_batch[rows].clamp(min=number)
+
+    def asked_by(self, number: int, rows: Tensor) -> Tensor:
+        """Return which of some rows a batch asks for, if no later one has been compared."""
+        return self._last_batch[rows] == number
+
+    def compare(self, following: PipelinedBatch, current: PipelinedBatch) -> tuple[Tensor, Tensor]:
+        """Return which incoming rows of ``following`` are updated before it, and which of ``current`` it needs (bool)."""
+        rows = following.incoming.rows
+        # a row collides if any batch of the window has it
+        awaited = self._last_batch[rows] >= self._window_start if current.updates else torch.zeros_like(rows, dtype=torch.bool)
+        self._last_batch[rows] = following.number
+        # of a step all micro-batches or none: it is the first one whose rows collide
+        if (self._windows + current.updates) % COUNTED_EVERY == 1:
+            self.statistics.count_collisions(rows, awaited)
+        return awaited, self._last_batch[current.incoming.rows] == following.number
 
 
 class RowUpdates:
@@ -96,3 +142,44 @@ class GradientAccumulator:
         rows, gradients = self.rows[0], self.gradients[0]
         self.rows, self.gradients = [rows[~mask]], [gradients[~mask]]
         return [rows[mask]], [gradients[mask]]
+
+
+class HeldGradients:
+    """What clipping does to them, those of tables that it takes in; on the collection's worker only.
+
+    Args:
+        accumulator: has them, each row once.
+        local: this rank's rows.
+        transport: of the collection's messages.
+
+    Attributes:
+        square_sum: what :meth:`sum_squares` has found: float64, without dimensions.
+    """
+
+    square_sum: Tensor
+
+    def __init__(self, accumulator: GradientAccumulator, local: LocalRows, transport: Transport) -> None:
+        self._accumulator, self._local, self._transport = accumulator, local, transport
+
+    def sum_squares(self, settings: Sequence[UpdateSettings]) -> None:
+        """Add the squares of all elements up, over all ranks, in their order: the same number on each. Collective."""
+        ranks = self._transport.ranks
+        mine = torch.zeros(1, dtype=torch.float64, device=self._transport.device)
+        for clipped, gradients in self._clipped(settings):
+            mine += torch.linalg.vector_norm(gradients[clipped], dtype=torch.float64).square()
+        told = self._transport.exchange_words(mine.view(torch.int32).repeat(ranks), [2] * ranks, [2] * ranks)
+        self.square_sum = told.view(torch.float64).sum()
+
+    def scale(self, factor: Tensor, settings: Sequence[UpdateSettings]) -> None:
+        """Multiply all elements."""
+        for clipped, gradients in self._clipped(settings):
+            gradients[clipped] *= factor
+
+    def clamp(self, limit: float, settings: Sequence[UpdateSettings]) -> None:
+        """Limit all elements to ``-limit ... limit``."""
+        for clipped, gradients in self._clipped(settings):
+            gradients[clipped] = gradients[clipped].clamp(-limit, limit)
+
+    def _clipped(self, settings: Sequence[UpdateSettings]) -> list[tuple[Tensor | slice, Tensor]]:
+        kept = zip(self._accumulator.rows, self._accumulator.gradients)
+        return [(self._local.clipped(rows, settings), gradients) for rows, gradients in kept]

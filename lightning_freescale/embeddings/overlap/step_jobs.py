@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.lookahead.kjt_path import KJTSnapshot
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.batch_state import FurtherLookup, PipelinedBatch
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
-from lightning_freescale.embeddings.overlap.handshake import NextIds
+from lightning_freescale.embeddings.overlap.id_exchange import NextIds
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
 

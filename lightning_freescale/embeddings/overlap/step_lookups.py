@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_snapshot import KJTSnapshot
+from lightning_freescale.embeddings.lookahead.kjt_path import KJTSnapshot
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 
 

@@ -1,10 +1,12 @@
-"""What moves between ranks in an exchange, and is counted: messages of floats, rows, numbers."""
+"""Move the messages of a collection between ranks, count their bytes, and launch them in one order on all ranks."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import compress
 from typing import Any, Protocol
@@ -14,8 +16,76 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.launch_order import LaunchOrder
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+
+
+class LaunchOrder:
+    """The order in which one process launches the exchanges of its collections where NCCL moves them: that of rank 0.
+
+    NCCL's kernels wait on the device for those of the other ranks. With a communicator for each collection, two ranks that
+    launch in different orders may wait for each other, if anything keeps the second kernel from starting before the first has
+    ended. So the collections take turns, and rank 0 numbers each exchange when it gets there. No rank waits in vain for a lower
+    number: after a head all ranks are at the same message, and a job without a head is submitted directly after one with one.
+
+    All-reduces of DistributedDataParallel and exchanges of TorchRec's own modules are launched by torch and take no turns. They
+    start beside ours, whose communicators take few of the device's multiprocessors.
+
+    Args:
+        timeout: how long an exchange waits for those before it.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._drawn = self._launched = 0
+        self._failure = ""
+
+    def draw(self) -> int:
+        """Return the next number; on rank 0 only, which tells it to the others."""
+        with self._changed:
+            number, self._drawn = self._drawn, self._drawn + 1
+        return number
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Launch in the block, after the exchanges with lower numbers.
+
+        Raises:
+            RuntimeError: one of them has failed, or has not been launched in time.
+        """
+        with self._changed:
+            seconds = self._timeout.total_seconds()
+            if not self._changed.wait_for(lambda: self._failure or self._launched == number, seconds):
+                raise RuntimeError(
+                    f"exchange {number} of this rank's collections waited {seconds:g} s for exchange {self._launched}, which "
+                    "has not been launched"
+                )
+            if self._failure:
+                raise RuntimeError(f"an exchange launched before this one has failed: {self._failure}")
+        yield
+        with self._changed:
+            self._launched = number + 1
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Let nobody wait for an exchange that will not be launched."""
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+
+def refuse_one_queue() -> None:
+    """Check that work on one stream need not wait for work on another.
+
+    Raises:
+        ValueError: the environment gives the device one queue, in which all waits for what was launched before.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue, in which an overlapped exchange and DDP's all-reduce "
+            "may wait for each other forever: unset it, or pass FreeScaleStrategy(exchange='torchrec')"
+        )
+
 
 FAREWELL = timedelta(seconds=2)
 """How long a rank that has done all its exchanges waits for the others."""

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.ids_function import IdsFunction
-from lightning_freescale.embeddings.lookahead.probe import LookaheadMode, Probe
+from lightning_freescale.embeddings.lookahead.probe import IdsFunction, LookaheadMode, Probe
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from tests.helpers.jagged import LABEL, make_features, same_features
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.comm import ProcessGroupFreeScale
-from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange, messages
+from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import (
@@ -45,7 +45,7 @@ WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
     "late, wrong or unknown": (nullcontext(), {"submit": ids_by_turns}),
     "heads apart": (APART, {"submit": ids_by_turns}),
     "ids that do not fit": (patch.object(id_exchange, "_FEWEST_IDS", 1), {}),
-    "messages to many ranks": (patch.object(messages, "_FEW_RANKS", 0), {}),
+    "messages to many ranks": (patch.object(id_exchange, "_FEW_RANKS", 0), {}),
 }
 
 

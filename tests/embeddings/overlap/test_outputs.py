@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
 
-from lightning_freescale.embeddings.overlap.bag_traffic import BagTraffic
-from lightning_freescale.embeddings.overlap.outputs import BagOutput, without_weights
+from lightning_freescale.embeddings.overlap.module_forward import BagOutput, without_weights
+from lightning_freescale.embeddings.overlap.report import BagTraffic
 from tests.helpers.bags import COLUMNS, KEYS, SUM, TABLES, WEIGHTED, configs, jagged, layouts_of
 
 DIM, ROWS = 8, 400

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_freescale.embeddings.overlap import messages
-from lightning_freescale.embeddings.overlap.messages import PartLayout, put, take
+from lightning_freescale.embeddings.optimizer import new_state, update_rows
+from lightning_freescale.embeddings.overlap import id_exchange
+from lightning_freescale.embeddings.overlap.id_exchange import PartLayout, put, take
 from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
-from lightning_freescale.embeddings.sparse_adam import new_state, update_rows
 from tests.helpers.jagged import make_features
 
 
 @pytest.mark.parametrize("few_ranks", [0, 32])
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0]])
 def test_what_is_put_is_what_is_taken(few_ranks: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_FEW_RANKS", few_ranks)
+    monkeypatch.setattr(id_exchange, "_FEW_RANKS", few_ranks)
     starts, target = [1, 7, 12], torch.zeros(20, dtype=torch.int64)
     values = torch.arange(1, sum(counts) + 1)
     put(target, starts, counts, values)
