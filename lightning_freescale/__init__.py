@@ -16,7 +16,7 @@ from lightning_freescale._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_freescale.callbacks import BubbleProfiler
-    from lightning_freescale.data.options import BalanceOptions, StreamOptions
+    from lightning_freescale.data.options import BalanceOptions
     from lightning_freescale.datamodule import FreeScaleDataModule
     from lightning_freescale.fabric import FreeScaleFabricStrategy
     from lightning_freescale.strategy import FreeScaleStrategy
@@ -27,7 +27,6 @@ __all__ = [
     "FreeScaleDataModule",
     "FreeScaleFabricStrategy",
     "FreeScaleStrategy",
-    "StreamOptions",
 ]
 
 _ROOM_OF = {
@@ -36,7 +35,6 @@ _ROOM_OF = {
     "FreeScaleDataModule": "lightning_freescale.datamodule",
     "FreeScaleFabricStrategy": "lightning_freescale.fabric",
     "FreeScaleStrategy": "lightning_freescale.strategy",
-    "StreamOptions": "lightning_freescale.data.options",
 }
 
 

@@ -29,7 +29,7 @@ from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.evaluation_order import EvaluationSampler
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
-from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import needed_arguments
@@ -74,7 +74,6 @@ class FreeScaleDataModule(LightningDataModule):
             because outputs of ``predict_step`` may be anything, and ``trainer.predict`` could not restore their order.
         balance: assign samples by cost, in the way that :class:`~lightning_freescale.data.BalanceOptions` tell; ``False``
             leaves them to the ranks as drawn. The samples of a step are the same either way.
-        stream: how the ranks of an ``IterableDataset`` share its samples; ``StreamOptions()`` if not given.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
@@ -121,7 +120,6 @@ class FreeScaleDataModule(LightningDataModule):
         test_dataset: Dataset[Any] | None = None,
         predict_dataset: Dataset[Any] | None = None,
         balance: bool | BalanceOptions = True,
-        stream: StreamOptions | None = None,
         loss_reduction: LossReduction = "sample_mean",
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
         batch_tokens: float | None = None,
@@ -144,8 +142,6 @@ class FreeScaleDataModule(LightningDataModule):
                 f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from "
                 f"1 to {'8, as the number of samples is not given' if budgeted else 'batch_size'}"
             )
-        if not isinstance(stream, (StreamOptions, type(None))):
-            raise ValueError(f"FreeScaleDataModule(stream={stream!r}): pass StreamOptions(...) or None")
         check_loader_options(loader_options, is_stream(train_dataset))
         self.val_dataset = val_dataset
         self.test_dataset = test_dataset
@@ -173,10 +169,9 @@ class FreeScaleDataModule(LightningDataModule):
             context = "an IterableDataset, whose samples are not known before they arrive"
             given = {"batch_tokens": batch_tokens is not None, "batch_cost": batch_cost is not None}
             refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0, **given)
-            common |= {"stream": stream or StreamOptions(), "num_workers": loader_options.get("num_workers", 0)}
+            common |= {"num_workers": loader_options.get("num_workers", 0)}
             self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
         else:
-            refuse_unused("a map-style data set, whose steps are planned without a pool", stream=stream is not None)
             common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
             common |= {"batch_tokens": batch_tokens, "batch_cost": batch_cost}
             self.train = MapStyleData(train_dataset, lengths, batch_size, **common)

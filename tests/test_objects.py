@@ -17,7 +17,7 @@ from lightning_freescale._objects import gather_bytes, gather_numbers, gather_ob
 from lightning_freescale.testing import RankFailed, run_distributed
 
 PACKAGE = Path(lightning_freescale.__file__).parent
-SAMPLES, OWN_PICKLERS = "data/streaming/stream_group.py", {"checkpoint/single_file.py", "checkpoint/stored_tensors.py"}
+SAMPLES, OWN_PICKLERS = "data/streaming/steps.py", {"checkpoint/single_file.py", "checkpoint/stored_tensors.py"}
 """Who unpickles samples, of any class, and who pickles as torch does, or reads with a list of names."""
 
 

@@ -3,7 +3,7 @@
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.histories import HistoryDataset, collate_histories
 from lightning_freescale.data.interactions import Histories, read_interactions
-from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.parquet import ParquetHistories
 from lightning_freescale.data.streaming import BalancedStreamLoader
 
@@ -14,7 +14,6 @@ __all__ = [
     "Histories",
     "HistoryDataset",
     "ParquetHistories",
-    "StreamOptions",
     "collate_histories",
     "read_interactions",
 ]

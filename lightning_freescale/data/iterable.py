@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import CostModel, MicroBatchSchedule, assign
 from lightning_freescale.comm import BACKEND, ProcessGroupFreeScaleOptions
-from lightning_freescale.data.options import BalanceOptions, StreamOptions
+from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
 from lightning_freescale.data.validation import loss_weight_fn, refuse_options
@@ -26,7 +26,7 @@ class IterableData:
         dataset: this rank's stream.
         lengths: a function from a sample to its history length, or None.
         cost: ``"auto"`` or a function of the length, or without ``lengths`` a function of the sample.
-        balance: assign samples by cost, as ``options`` and ``stream`` say; else each rank computes what it has read.
+        balance: assign samples by cost, as ``options`` say; else each rank computes what it has read.
         **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
     Attributes:
@@ -47,7 +47,6 @@ class IterableData:
         collate_fn: Callable[[list[Any]], Any] | None,
         balance: bool,
         options: BalanceOptions,
-        stream: StreamOptions,
         loss_reduction: str,
         target_counts: Any,
         drop_last: bool,
@@ -59,11 +58,6 @@ class IterableData:
         if options.padding == "batch":
             raise ValueError(f"BalanceOptions(padding='batch') needs lengths that are known before the fit, unlike {context}")
         refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window", "window")
-        if not balance:
-            refuse_options("balance=False", stream, "pool_batches", "max_pool_age")
-        elif stream.stream_balancing == "local":
-            context = "stream_balancing='local', where every rank keeps equal counts"
-            refuse_options(context, options, "assignment_mode", "count_slack", "rank_speeds")
         mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
         count_slack = options.count_slack if mode == "slack" else None
         self.assignment_mode = mode
@@ -75,11 +69,8 @@ class IterableData:
             cost_fn=_sample_cost_fn(lengths, None if isinstance(cost, str) and cost == "auto" else cost),
             weight_fn=loss_weight_fn(loss_reduction, lengths, target_counts),
             loss_is_sum=loss_reduction == "sum",
-            stream_balancing=stream.stream_balancing,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            pool_batches=stream.pool_batches if balance else 1,
-            max_pool_age=stream.max_pool_age,
             drop_last=drop_last,
             assign_fn=assign_fn if balance else assign_as_read,
         )

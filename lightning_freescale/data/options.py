@@ -88,26 +88,3 @@ class BalanceOptions:
             refuse_options("assignment_mode='zigzag', which deals to all ranks alike", self, "rank_speeds", "slow_ranks")
         if self.assignment_mode != "slack":
             refuse_options(f"assignment_mode={self.assignment_mode!r}", self, "count_slack")
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """How the ranks share the samples of their streams.
-
-    Args:
-        stream_balancing: ``"global"``: the samples that the ranks read side by side are assigned as one global batch and sent
-            to the rank that computes them. ``"local"``: each rank picks its batches from a pool of its own samples.
-        pool_batches: for ``"local"``: batches that the pool holds.
-        max_pool_age: for ``"local"``: batches that a sample waits in the pool at most; ``None``: as long as it takes.
-
-    Raises:
-        ValueError: an option would have no effect.
-    """
-
-    stream_balancing: Literal["global", "local"] = "global"
-    pool_batches: int = 8
-    max_pool_age: int | None = 32
-
-    def __post_init__(self) -> None:
-        if self.stream_balancing == "global":
-            refuse_options("streams without a pool (stream_balancing='global')", self, "pool_batches", "max_pool_age")

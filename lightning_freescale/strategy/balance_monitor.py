@@ -11,9 +11,7 @@ import torch.distributed as dist
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
-from lightning_freescale.balance.advice import ACCEPTABLE_IMBALANCE
 from lightning_freescale.balance.report import BalanceSums
-from lightning_freescale.data import BalancedStreamLoader
 from lightning_freescale.data.map_style import MapStyleData, map_style_data
 from lightning_freescale.datamodule import FreeScaleDataModule
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -183,13 +181,6 @@ class BalanceMonitor:
 
     def _advice(self, report: BalanceReport) -> str | None:
         sampler: Any = getattr(self.trainer.train_dataloader, "sampler", None)
-        if isinstance(sampler, BalancedStreamLoader):
-            if sampler.stream_balancing != "local" or sampler.stream_bound() <= ACCEPTABLE_IMBALANCE:
-                return None
-            return (
-                f"In the long run no pool of a rank's own samples gets below {sampler.stream_bound():.3f}, the most expensive "
-                "stream so far over the mean one: that part only stream_balancing='global' removes"
-            )
         if not getattr(sampler, "balance_steps", False):
             return None
         train = map_style_data(self.trainer)

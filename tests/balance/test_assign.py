@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, assign
 from lightning_freescale.balance.assign import assignment_bound, equal_counts, imbalance, load_imbalance
-from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.solver import dearest_first, swaps
 from lightning_freescale.balance.window import share_window
 
@@ -311,12 +310,6 @@ def _planned(kind: str, draw: Draw) -> list[np.ndarray]:
     if kind == "budget":
         sampler = BalancedSampler(costs, Budget(2 * lengths.max(), lengths), num_replicas=2, rank=0, seed=3)
         return [samples for step in range(min(4, len(sampler))) for samples in sampler.plan(1, step)]
-    if kind == "pool":
-        pool, batches = LocalPool(4, 5, None if ranks % 2 else 9), []
-        for step in range(12):
-            pool.add_samples(costs[4 * (step + 4) * bool(step) :][: pool.room])
-            batches.append(pool.next_batch(4 * costs.mean()))
-        return batches
     if kind in ("outliers", "blocks"):
         given = {"outlier_window": 4} if kind == "outliers" else {"shuffle": BlockShuffle([len(costs) - 2, 0, 2], 2)}
         sampler = BalancedSampler(costs, 1, num_replicas=ranks, rank=0, seed=3, **given)
@@ -341,7 +334,6 @@ FROZEN: dict[str, str] = {
     "groups": "7f77cb9204a1b65c",
     "window": "2c2088450e9e04eb",
     "budget": "851c5b1c48b1b0a6",
-    "pool": "c7448e711818a171",
     "outliers": "5251660e8af2949d",
     "blocks": "7eaf7fdce4c450df",
 }

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, CostModel, advise, assign, predict
-from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.validation import non_negative
 
 COSTS = np.arange(1.0, 9)
@@ -111,10 +110,6 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: CostModel.from_config(dim=64, feedforward=-1), ["feedforward=-1"]),
     (lambda: CostModel.fit(np.ones((4, 4)), np.ones(4)), ["sums (4, 4)", "five"]),
     (lambda: CostModel.fit(np.ones((6, 4)), np.zeros(6)), ["times > 0"]),
-    (lambda: LocalPool(0), ["batch_size=0"]),
-    (lambda: LocalPool(4, 8, 6), ["max_pool_age=6", "pool_batches=8", "max_pool_age=7", "pool_batches=7"]),
-    (lambda: LocalPool(2, 1).add_samples([1.0, 2.0, 3.0]), ["costs", "2 samples"]),
-    (lambda: LocalPool(2, 1).add_samples([1.0, INF]), ["costs=...)[1] is inf"]),
 ]
 
 

@@ -111,7 +111,7 @@ def fit(
     batch_size: int | None = None,
     data: Mapping[str, Any] | None = None,
     strategy: Mapping[str, Any] | str | None = None,
-    stream: type[Rereading] = Stream,
+    stream: type[Rereading] | None = None,
     callbacks: Sequence[L.Callback] = (),
     resume: str | Path | None = None,
     save: str | Path | None = None,
@@ -120,12 +120,13 @@ def fit(
     """Fit on the ranks of ``run_distributed``.
 
     By default all ranks together have :data:`GLOBAL_BATCH` samples in a step. ``data`` has more options of the data module;
-    ``strategy`` has options, or is the name of another one; ``options`` are the Trainer's.
+    ``strategy`` has options, or is the name of another one; ``stream`` takes the place of a map-style data set; ``options`` are
+    the Trainer's.
     """
     torch.manual_seed(0 if resume is None else 7)
     module, ranks, given = make(), int(os.environ["WORLD_SIZE"]), {"collate_fn": collate, **(data or {})}
     size = batch_size or GLOBAL_BATCH // ranks
-    if "stream" in given:
+    if stream is not None:
         loader = FreeScaleDataModule(stream(samples), lambda sample: len(sample["history"]), size, **given)
     else:
         dataset = Samples(samples)

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
-from lightning_freescale.data import BalanceOptions, StreamOptions
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, assert_continued, fit, samples_by_step
+from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, Stream, assert_continued, fit, samples_by_step
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
 
@@ -87,7 +87,7 @@ class Stops(L.Callback):
         trainer.should_stop = trainer.should_stop or index + 1 == 3
 
 
-STREAM = {"data": {"stream": StreamOptions(stream_balancing="global")}}
+STREAM = {"stream": Stream}
 KINDS: dict[str, dict[str, Any]] = {
     "map-style": {},
     "stream": STREAM,
@@ -95,9 +95,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "workers": {"data": WORKERS},
     "accumulation": {"accumulate_grad_batches": 2},
     "micro-batches": {"data": {"micro_batches": 2}},
-    "own stream": {"data": {"stream": StreamOptions(stream_balancing="local")}},
     "stream without overlap": STREAM | {"strategy": {"overlap": False}},
-    "stream with workers": {"data": STREAM["data"] | WORKERS},
+    "stream with workers": STREAM | {"data": WORKERS},
 }
 ENDED = [
     ("map-style", "max_steps", "hand"),
@@ -111,7 +110,6 @@ ENDED = [
     ("accumulation", "max_steps", "hand"),
     ("accumulation", "should_stop", "epoch"),
     ("micro-batches", "should_stop", "hand"),
-    ("own stream", "max_steps", "epoch"),
     ("stream without overlap", "should_stop", "hand"),
     ("stream with workers", "max_steps", "epoch"),
 ]

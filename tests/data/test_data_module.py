@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, CostModel
-from lightning_freescale.data import BalancedDataLoader, BalanceOptions, StreamOptions
+from lightning_freescale.data import BalancedDataLoader, BalanceOptions
 from tests.helpers.recommender import REPEATS, Samples, collate
 
 DATA = Samples(8)
@@ -58,7 +58,6 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: _balance(count_slack=0.9), ["count_slack=...", "assignment_mode='auto'"]),
     (lambda: _balance(assignment_mode="zigzag", window=True), ["window=True", "assignment_mode='zigzag'"]),
     (lambda: _balance(assignment_mode="zigzag", rank_speeds=[1.0, 0.5]), ["rank_speeds=...", "assignment_mode='zigzag'"]),
-    (lambda: {**LENGTHS, "stream": StreamOptions()}, ["stream=..."]),
     (lambda: {"unique_ids": [1] * 8, **LENGTHS, "balance": REPEATS}, ["unique_ids=..."]),
     (lambda: {**LENGTHS, **_balance(tokens=[1.0])}, ["tokens", "(1,)"]),
     (lambda: {"cost": len, "unique_ids": [1] * 8}, ["unique_ids=", "lengths="]),
@@ -90,12 +89,6 @@ REFUSED_WITH_A_STREAM: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: {"seed": 1}, ["seed=..."]),
     (lambda: {"shuffle": False}, ["shuffle=..."]),
     (lambda: {"pin_memory": True}, ["pin_memory=...", "num_workers="]),
-    (lambda: {"stream": "global"}, ["stream='global'"]),
-    (lambda: {"stream": StreamOptions(stream_balancing="all")}, ["stream_balancing='all'"]),
-    (lambda: {"stream": StreamOptions("local", max_pool_age=1)}, ["max_pool_age=1", "pool_batches=8"]),
-    (lambda: {"stream": StreamOptions("local"), **_balance(assignment_mode="slack")}, ["assignment_mode=...", "'local'"]),
-    (lambda: {"stream": StreamOptions(pool_batches=3)}, ["pool_batches=...", "'global'"]),
-    (lambda: {"stream": StreamOptions("local", pool_batches=3), "balance": False}, ["pool_batches=...", "balance=False"]),
     (lambda: {"loss_reduction": "target_mean", "target_counts": [1.0]}, ["target_counts=[1.0]"]),
     (lambda: _balance(assignment_mode="best"), ["assignment_mode='best'"]),
 ]
@@ -176,7 +169,6 @@ def test_options_are_sections_of_yaml(tmp_path: Any) -> None:
         ("batch_sampler: 2", "batch_sampler"),
         ("balance: {mode: slack}", "mode"),
         ("balance: {assignment_mode: slak}", "slak"),
-        ("stream: {stream_balancing: local, pool: 3}", "pool"),
     ):
         with pytest.raises((ArgumentError, ValueError), match=fact):
             _from_yaml(INTERACTIONS, f"{source}, {text}")

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.data import BalanceOptions, StreamOptions
+from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 
@@ -92,8 +92,6 @@ def test_arguments_are_those_of_a_map_style_data_set() -> None:
     data = FreeScaleDataModule(_Lit(), torch.from_numpy(LENGTHS), 4, seed=3, collate_fn=list, micro_batches=2, **options)
     assert data.train.seed == 3
     assert len(list(data.train_dataloader())) == -(-SIZE // 4), "numbers of samples are plain ints"
-    with pytest.raises(ValueError, match="stream="):
-        FreeScaleDataModule(_Lit(), LENGTHS, stream=StreamOptions())
     with pytest.raises(ValueError, match=rf"lengths.* \({SIZE // RANKS},\).* \[{SIZE}\]"):
         FreeScaleDataModule(_Lit(), LENGTHS[: SIZE // RANKS])
 

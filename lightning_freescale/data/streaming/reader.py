@@ -48,7 +48,6 @@ class StreamReader:
 
     Attributes:
         read: samples read in this epoch, which is the number of the next one.
-        cost: what they cost together.
     """
 
     source: Source
@@ -59,13 +58,12 @@ class StreamReader:
     state: dict[str, Any] | None
 
     def __post_init__(self) -> None:
-        start = self._start = self.state or {"place": self.source.first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
+        start = self._start = self.state or {"place": self.source.first_place(), "first": 0, "held": [], "read": 0}
         self._chunks = self.source.read_chunks(start["place"], self.epoch, self.seed)
         self._samples = self._unpack_chunks()
         self._places = deque([(start["first"], start["place"])])
         self._held: dict[int, tuple[Any, float, float]] = {}
         self.read: int = start["first"]
-        self.cost: float = start["cost"]
 
     def reread_held_samples(self) -> None:
         """Read the samples that the state holds again; discard those between them.
@@ -91,8 +89,7 @@ class StreamReader:
             ValueError: a cost or weight is negative or not finite.
         """
         first, samples = self.read, self._next_samples(count)
-        for cost in self._hold(first, samples):
-            self.cost += cost
+        self._hold(first, samples)
         return range(first, self.read)
 
     def costs(self, numbers: Any) -> list[float]:
@@ -113,7 +110,7 @@ class StreamReader:
         while len(self._places) > 1 and self._places[1][0] <= oldest:
             self._places.popleft()
         first, place = self._places[0]
-        return {"place": place, "first": first, "held": sorted(self._held), "read": self.read, "cost": self.cost}
+        return {"place": place, "first": first, "held": sorted(self._held), "read": self.read}
 
     def stop_workers(self) -> None:
         """End the source's workers."""
@@ -130,13 +127,12 @@ class StreamReader:
             self._places.append((first + len(chunk.samples), self.source.place_after(place, chunk)))
             yield from chunk.samples
 
-    def _hold(self, first: int, samples: Sequence[Any]) -> list[float]:
-        """Hold samples that were just read, the first of number ``first``; return their costs."""
+    def _hold(self, first: int, samples: Sequence[Any]) -> None:
+        """Hold samples that were just read; ``first`` is the number of the first one."""
         costs = non_negative("cost_fn(sample)", [float(self.cost_fn(sample)) for sample in samples], first=first).tolist()
         weights = [1.0 if self.weight_fn is None else float(self.weight_fn(sample)) for sample in samples]
         non_negative("weight_fn(sample)", weights, first=first)
         self._held.update(enumerate(zip(samples, costs, weights), first))
-        return costs
 
 
 @dataclass(frozen=True)
@@ -259,6 +255,64 @@ class StreamSource(IterableDataset[Any]):
             # a copy: a worker pickles it later, when the data set may be elsewhere already
             state = copy.deepcopy(dataset.state_dict()) if self.seekable else None
             yield Chunk(chunk, worker, state, read, ended)
+
+
+@dataclass(eq=False)
+class RemainingParts:
+    """Reads on what is left of some ranks' streams, one after the other, as a :class:`StreamSource` reads one.
+
+    Args:
+        source: this rank's own stream, whose data set gives those of other ranks by ``for_rank(rank, world_size)``.
+        parts: whose streams: ``rank``, ``world_size`` and the state of its :class:`StreamReader`, ``reader``.
+    """
+
+    source: StreamSource
+    parts: list[dict[str, Any]]
+
+    def first_place(self) -> dict[str, Any]:
+        """Return the place before all that is left."""
+        return {"part": 0, "place": None, "number": 0}
+
+    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
+        """Return the place after a chunk."""
+        return dict(chunk.state)
+
+    def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
+        """Yield what is left, as :meth:`StreamSource.read_chunks` does.
+
+        The workers of all parts start at once, in the calling thread: a process that is forked from a thread beside others
+        inherits the locks that these hold at that moment, and may wait for one for ever.
+        """
+        start = place or self.first_place()
+        opened = []
+        for index, part in list(enumerate(self.parts))[start["part"] :]:
+            reader = part["reader"]
+            inside = index == start["part"] and start["place"] is not None
+            at, number = (start["place"], start["number"]) if inside else (reader["place"], reader["first"])
+            source = self._source_of(part, readers=len(at["read"]))
+            opened.append((index, source, at, number, source.read_chunks(at, epoch, seed)))
+        return self._chunks_of(opened)
+
+    def _chunks_of(self, opened: list[tuple[int, StreamSource, dict[str, Any], int, Any]]) -> Generator[Chunk, None, None]:
+        try:
+            for index, source, at, number, chunks in opened:
+                reader = self.parts[index]["reader"]
+                held = set(reader["held"])
+                for chunk in chunks:
+                    untrained = [each for n, each in enumerate(chunk.samples, number) if n >= reader["read"] or n in held]
+                    number, at = number + len(chunk.samples), source.place_after(at, chunk)
+                    yield Chunk(untrained, 0, {"part": index, "place": at, "number": number}, 0, ended=False)
+        finally:
+            for *_, chunks in opened:
+                chunks.close()
+
+    def _source_of(self, part: dict[str, Any], readers: int) -> StreamSource:
+        dataset: Any = self.source.dataset
+        workers = self.source.num_workers
+        same = max(1, workers) == readers
+        return StreamSource(
+            dataset.for_rank(part["rank"], part["world_size"]), self.source.chunk_size, workers if same else readers
+        )
 
 
 def needed_arguments(function: Callable[..., Any]) -> list[str]:

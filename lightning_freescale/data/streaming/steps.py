@@ -1,27 +1,70 @@
-"""Two ways in which the ranks share the samples of their streams out over the steps of an epoch."""
+"""Assign the samples that the ranks read from their streams to steps, and send each to the rank that computes it."""
 
 from __future__ import annotations
 
-import logging
-import math
+import contextlib
+import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from lightning_freescale.balance.assign import Assignment, assignment_bound, contiguous_split, imbalance
+from lightning_freescale.balance.assign import Assignment, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.micro_batches import most_parts
-from lightning_freescale.balance.pool import LocalPool
+from lightning_freescale.balance.report import StepBalance
+from lightning_freescale.comm.all_to_all_bytes import exchange_bytes
 from lightning_freescale.data.streaming.reader import StreamReader
-from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _COST, _WEIGHT, _OWNER, _ROUND = range(4)  # rows of the queue
+_FAILED = b"!"  # sent instead of samples; no pickle is a single byte of this kind
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """What all ranks know of one step.
+
+    Attributes:
+        step: counted from the start of the epoch.
+        counts: samples per rank.
+        costs: cost per rank, shape ``[ranks]``.
+        weights: weight per rank in the mean loss, shape ``[ranks]``.
+        most_parts: into how many micro-batches each rank's samples can be cut.
+        unbalanced_costs: what each rank's batch would have cost as read, shape ``[ranks]``.
+        state: where the rank's stream goes on after the step.
+        lower_bound: the imbalance that no assignment of the step's samples can beat.
+        dominated: a single sample costs more than the mean rank's.
+    """
+
+    step: int
+    counts: list[int]
+    costs: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    most_parts: list[int]
+    unbalanced_costs: NDArray[np.float64]
+    state: dict[str, Any]
+    lower_bound: float
+    dominated: bool
+
+    @property
+    def balance(self) -> StepBalance:
+        """What the assignment of the step's samples is worth."""
+        return StepBalance(
+            unbalanced=load_imbalance(self.unbalanced_costs),
+            balanced=load_imbalance(self.costs),
+            lower_bound=self.lower_bound,
+            dominated=self.dominated,
+            tokens_imbalance=None,
+            cost=float(self.costs.sum()),
+        )
 
 
 @dataclass(eq=False)
@@ -51,13 +94,12 @@ class AssignedSteps:
     def __post_init__(self) -> None:
         self._queue = np.empty((4, 0))
         self._own_numbers: deque[int] = deque()  # of the own samples in the queue, in its order
-        self._read = np.zeros((self.group.size, 2))
         self._rounds = self._step = 0
 
     @staticmethod
     def row_width(batch_size: int) -> int:
-        """Return how many numbers a rank tells in a round: how many samples it read, its totals, their costs and weights."""
-        return 3 + 2 * batch_size
+        """Return how many numbers a rank sends in a round: how many samples it read, their costs, and their weights."""
+        return 1 + 2 * batch_size
 
     def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
         if self.state is not None:
@@ -99,12 +141,12 @@ class AssignedSteps:
         """Put what every rank read in this round at the end of the queue; return how many samples each read."""
         size = self.batch_size
         row = np.zeros(self.group.width)
-        row[:3] = len(numbers), self.reader.cost, self.reader.read
-        row[3 : 3 + len(numbers)] = self.reader.costs(numbers)
-        row[3 + size :][: len(numbers)] = self.reader.weights(numbers)
+        row[0] = len(numbers)
+        row[1 : 1 + len(numbers)] = self.reader.costs(numbers)
+        row[1 + size :][: len(numbers)] = self.reader.weights(numbers)
         table = self.group.gather_rows(row)
-        counts, self._read = table[:, 0].astype(np.int64), table[:, 1:3]
-        costs, weights = table[:, 3 : 3 + size], table[:, 3 + size :]
+        counts = table[:, 0].astype(np.int64)
+        costs, weights = table[:, 1 : 1 + size], table[:, 1 + size :]
         was_read = np.arange(size) < counts[:, None]
         owner = was_read.nonzero()[0]
         added = np.stack([costs[was_read], weights[was_read], owner, np.full(len(owner), self._rounds)])
@@ -130,7 +172,6 @@ class AssignedSteps:
             weights=_sum_per_rank(rank_of_sample, batch[_WEIGHT], size),
             most_parts=[most_parts(batch[_WEIGHT, rank_of_sample == rank]) for rank in range(size)],
             unbalanced_costs=_sum_per_rank(contiguous_split(batch.shape[1], size), batch[_COST], size),
-            read=self._read,
             state=self._state_dict(),
             lower_bound=assignment.lower_bound,
             dominated=assignment.dominated,
@@ -154,117 +195,87 @@ def _sum_per_rank(rank_of_sample: NDArray[np.int64], values: NDArray[np.float64]
     return np.bincount(rank_of_sample, values, ranks).astype(np.float64)
 
 
-# columns of the table that the ranks share in each step
-POOLED_ROW_WIDTH = 9
-_BATCH_COST, _BATCH_COUNT, _BATCH_WEIGHT, _UNBALANCED_COST = range(4)
-_READ_COST, _READ_COUNT, _LEFT, _ENDED, _MOST_PARTS = range(4, POOLED_ROW_WIDTH)
+class PeerFailed(RuntimeError):  # noqa: N818 (says what happened)
+    """Another rank's stream failed, or that rank is gone."""
 
 
 @dataclass(eq=False)
-class PooledSteps:
-    """Each rank picks its batches from its pool so that they cost what the mean rank's do; no sample changes its rank.
-
-    The ranks agree on that mean with one small exchange per step, which also tells them when to stop: a rank without samples
-    would leave the others waiting. Once all streams have ended, what is left is divided evenly over the remaining steps.
+class StreamGroup:
+    """The ranks of a group that read streams side by side.
 
     Args:
-        reader: the rank's stream.
-        group: all ranks, with rows of ``POOLED_ROW_WIDTH`` numbers.
-        pool: holds the costs of the samples that the reader holds.
-        drop_last: stop before a step in which a rank has less than a whole batch.
-        state: what an earlier step left, see :class:`StreamStep`.
+        rank: the own rank.
+        size: number of ranks.
+        group: moves CPU tensors and serves nobody else; needed for more than one rank.
+        width: how many numbers a rank tells the others at a time.
     """
 
-    reader: StreamReader
-    group: StreamGroup
-    pool: LocalPool
-    drop_last: bool
-    state: dict[str, Any] | None
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    width: int
+    _others_know: bool = field(default=False, init=False)  # that this rank has failed
 
-    def __post_init__(self) -> None:
-        self._costs_as_read: list[float] = []  # of the coming batches if they were not balanced
-        self._step = 0
+    def gather_rows(self, row: ArrayLike) -> NDArray[np.float64]:
+        """Return every rank's row, shape ``[ranks, width]``. Collective.
 
-    def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
-        table = self._first_table()
-        while count := self._next_count(table):
-            numbers = self.pool.next_batch(self._target_cost(table, count), count)
-            costs, weights = self.reader.costs(numbers), self.reader.weights(numbers)
-            samples = self.reader.pop_samples(numbers)
-            unbalanced_cost = self._costs_as_read.pop(0) if self._costs_as_read else 0.0
-            self._step += 1
-            table = self._share_step([sum(costs), len(samples), sum(weights), unbalanced_cost], most_parts(np.array(weights)))
-            yield samples, self._describe_step(table)
-        self._warn_of_untrained(table)
+        Raises:
+            PeerFailed: a rank said that it failed, or is gone.
+        """
+        table = self._all_gather(np.append(row, 0.0))
+        failed = np.flatnonzero(table[:, -1])
+        if failed.size:
+            raise PeerFailed(f"rank {failed[0]} failed to read its stream: its own traceback tells why")
+        return table[:, :-1]
 
-    def _first_table(self) -> NDArray[np.float64]:
-        if self.state is None:
-            table = self._share_step([0.0, 0, 0.0, 0.0], 0)
-            empty = np.flatnonzero(table[:, _LEFT] < (self.pool.batch_size if self.drop_last else 1))
-            if empty.size:
-                raise ValueError(
-                    f"the stream of rank {empty[0]} has {table[empty[0], _LEFT]:.0f} samples, too few for one step: give "
-                    "every rank a part of the samples, or use stream_balancing='global'"
-                )
-            return table
-        self.reader.reread_held_samples()
-        self.pool.load_state_dict(self.state["pool"], self.reader.costs(self.state["pool"]["numbers"]))
-        self._costs_as_read, self._step = list(self.state["as_read"]), self.state["step"]
-        return np.array(self.state["table"])
+    def exchange_samples(self, outgoing: list[list[Any]]) -> list[list[Any]]:
+        """Send the samples ``outgoing[r]`` to rank ``r``; return what each rank sent here. Collective.
 
-    def _share_step(self, batch: list[float], parts: int) -> NDArray[np.float64]:
-        """Fill the pool again; return the table of every rank's batch, what it has read, and what it has left."""
-        numbers = self.reader.read_samples(self.pool.room)
-        costs = self.reader.costs(numbers)
-        self.pool.add_samples(costs)
-        for number, cost in zip(numbers, costs):
-            index = number // self.pool.batch_size - self._step
-            self._costs_as_read += [0.0] * (index + 1 - len(self._costs_as_read))
-            self._costs_as_read[index] += cost
-        ended = float(self.pool.room > 0)
-        return self.group.gather_rows([*batch, self.reader.cost, self.reader.read, len(self.pool), ended, parts])
+        Raises:
+            PeerFailed: a rank could not pickle its samples, or is gone.
+        """
+        if self.group is None:
+            return outgoing
+        try:
+            pickled = [b"" if rank == self.rank or not sent else pickle.dumps(sent, 5) for rank, sent in enumerate(outgoing)]
+        except Exception:
+            self._others_know = True
+            self._exchange_bytes([_FAILED] * self.size)
+            raise
+        incoming = [self._unpickle(rank, content) for rank, content in enumerate(self._exchange_bytes(pickled))]
+        incoming[self.rank] = outgoing[self.rank]
+        return incoming
 
-    def _next_count(self, table: NDArray[np.float64]) -> int:
-        """Return the samples of this rank's next batch; 0 when a rank has none for it."""
-        left, size = table[:, _LEFT].astype(int), self.pool.batch_size
-        if left.min() < (size if self.drop_last else 1):
-            return 0
-        own_left = int(left[self.group.rank])
-        if self.drop_last or not table[:, _ENDED].all():
-            return min(size, own_left)
-        return min(size, math.ceil(own_left / min(left.min(), math.ceil(left.max() / size))))
+    def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """Yield the items; if making one fails here, tell the other ranks, so that they do not wait for this one."""
+        try:
+            yield from items
+        except Exception as error:
+            if not self._others_know and not isinstance(error, PeerFailed):
+                with contextlib.suppress(PeerFailed):  # then nobody is left to tell; the error itself matters
+                    self._all_gather(np.append(np.zeros(self.width), 1.0))
+            raise
 
-    def _target_cost(self, table: NDArray[np.float64], count: int) -> float:
-        if table[:, _ENDED].all():  # every rank must use up what it has: evenly
-            return float(self.pool.costs.sum() * count / len(self.pool))
-        return float(table[:, _READ_COST].sum() / table[:, _READ_COUNT].sum() * count)
+    def _exchange_bytes(self, outgoing: list[bytes]) -> list[Tensor]:
+        assert self.group is not None
+        try:
+            return exchange_bytes(outgoing, self.group)
+        except RuntimeError as error:
+            raise PeerFailed(f"rank {self.rank} could not exchange samples with the other ranks: {error}") from error
 
-    def _describe_step(self, table: NDArray[np.float64]) -> StreamStep:
-        state = {"reader": self.reader.state_dict(), "pool": self.pool.state_dict(), "step": self._step}
-        return StreamStep(
-            step=self._step - 1,
-            counts=table[:, _BATCH_COUNT].astype(int).tolist(),
-            costs=table[:, _BATCH_COST],
-            weights=table[:, _BATCH_WEIGHT],
-            most_parts=table[:, _MOST_PARTS].astype(int).tolist(),
-            unbalanced_costs=table[:, _UNBALANCED_COST],
-            read=table[:, [_READ_COST, _READ_COUNT]],
-            state={**state, "as_read": list(self._costs_as_read), "table": table.tolist()},
-        )
+    def _unpickle(self, rank: int, received: Tensor) -> list[Any]:
+        content = received.numpy().tobytes()
+        if content == _FAILED:
+            raise PeerFailed(f"rank {rank} could not pickle its samples: its own traceback tells why")
+        return pickle.loads(content) if len(content) else []  # noqa: S301 (from a rank of this very run)
 
-    def _warn_of_untrained(self, table: NDArray[np.float64]) -> None:
-        """Name the samples that no step could have."""
-        asked_for = self.pool.batch_size if self.drop_last else 1  # fewer than these were to be dropped
-        rest = [
-            f"{'' if ended else 'at least '}{left:.0f} on rank {rank}"
-            for rank, (left, ended) in enumerate(table[:, [_LEFT, _ENDED]])
-            if left >= asked_for or not ended
-        ]
-        if rest and self.group.rank == 0:
-            _log.warning(
-                "the epoch ends after %d steps because a rank has no more samples; not trained are %s%s. Streams of equal "
-                "length avoid it, and so does stream_balancing='global'.",
-                self._step,
-                ", ".join(rest[:8]),
-                f" and those on {len(rest) - 8} more ranks" if len(rest) > 8 else "",
-            )
+    def _all_gather(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
+        if self.group is None:
+            return row[None]
+        own_row = torch.from_numpy(row)
+        rows = [torch.empty_like(own_row) for _ in range(self.size)]
+        try:
+            dist.all_gather(rows, own_row, group=self.group)
+        except RuntimeError as error:
+            raise PeerFailed(f"rank {self.rank} lost another rank while reading the streams: {error}") from error
+        return torch.stack(rows).numpy()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,27 +14,27 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
+from lightning_freescale._worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
-from lightning_freescale.balance.pool import LocalPool
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import rank_loss_weight
 from lightning_freescale.data.balanced_loader import collated
-from lightning_freescale.data.streaming.prefetch import PrefetchThread
-from lightning_freescale.data.streaming.reader import Source, StreamReader, StreamSource
-from lightning_freescale.data.streaming.remaining_parts import RemainingParts
-from lightning_freescale.data.streaming.steps import POOLED_ROW_WIDTH, AssignedSteps, PooledSteps
-from lightning_freescale.data.streaming.stream_group import StreamGroup, StreamStep
+from lightning_freescale.data.streaming.reader import RemainingParts, Source, StreamReader, StreamSource
+from lightning_freescale.data.streaming.steps import AssignedSteps, StreamGroup, StreamStep
 
+T = TypeVar("T")
+_END: Any = object()
 _KNOWN_STEPS = 100
 """Steps that can still be asked about; the loop may be that far behind the loader."""
 
 
 @dataclass(eq=False)
 class BalancedStreamLoader:
-    """Yields the collated batches of one rank, all ranks' batches of a step costing nearly the same.
+    """Yield the collated batches of one rank, so that the batches of all ranks in a step cost nearly the same.
 
-    Every rank reads its own stream, in a thread that works behind the running step. What a sample costs is known when it
+    Every rank reads its own stream, in a thread that works behind the running step. The samples that the ranks read side by
+    side are assigned as one global batch and sent to the rank that computes them. The cost of a sample is known when it
     arrives; there is no pass over the data before. The ranks perform the same number of steps.
 
     Iterate it once per epoch, on all ranks, at the same time. The data set is read in that thread (or in loader workers), so
@@ -45,7 +47,6 @@ class BalancedStreamLoader:
         cost_fn: predicted compute time of a sample, in any unit.
         weight_fn: weight of a sample in the mean loss; every sample weighs 1 if not given.
         loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
-        stream_balancing, pool_batches, max_pool_age: as in :class:`~lightning_freescale.data.StreamOptions`.
         rank: the own rank.
         world_size: number of ranks.
         group: of all ranks, of backend freescale or gloo, used by nobody else; needed for more than one rank. The loader does
@@ -54,7 +55,7 @@ class BalancedStreamLoader:
         num_workers: as in ``torch.utils.data.DataLoader``.
         drop_last: leave out the samples of an incomplete last step.
         prefetch_batches: batches made ahead of the running step, at least 1.
-        assign_fn: for ``"global"``: gives an assignment from the costs of a global batch and the number of ranks.
+        assign_fn: returns an assignment for the costs of a global batch and the number of ranks.
         micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
             something.
 
@@ -68,14 +69,11 @@ class BalancedStreamLoader:
     cost_fn: Callable[[Any], float]
     weight_fn: Callable[[Any], float] | None = None
     loss_is_sum: bool = False
-    stream_balancing: Literal["global", "local"] = "local"
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
-    pool_batches: int = 8
-    max_pool_age: int | None = 32
     drop_last: bool = False
     prefetch_batches: int = 2
     assign_fn: Callable[[NDArray[np.float64], int], Assignment] = assign
@@ -88,11 +86,8 @@ class BalancedStreamLoader:
         if self.batch_size < 1 or self.prefetch_batches < 1:
             given = f"batch_size={self.batch_size!r}, prefetch_batches={self.prefetch_batches!r}"
             raise ValueError(f"BalancedStreamLoader({given}): both must be at least 1")
-        if self.stream_balancing not in ("global", "local"):
-            raise ValueError(f"BalancedStreamLoader(stream_balancing={self.stream_balancing!r}): choose 'global' or 'local'")
         if self.world_size > 1 and self.group is None:
             raise ValueError(f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a gloo group of all ranks")
-        LocalPool(self.batch_size, self.pool_batches, self.max_pool_age)  # tells what does not fit
         self.num_replicas = self.world_size  # as torch's samplers call it, for who asks a loader's sampler
         self.epoch = 0
         self._source = StreamSource(self.dataset, self.batch_size, self.num_workers)
@@ -143,17 +138,6 @@ class BalancedStreamLoader:
         """Return what balancing a step is worth."""
         return self._step(step).balance
 
-    def stream_bound(self) -> float:
-        """Return max over ranks / mean over ranks of the mean cost of what each has read so far; 1.0 before the first step.
-
-        In the long run no pool of a rank's own samples gets below it: a stream of costlier samples needs another rank's help.
-        """
-        if not self._steps:
-            return 1.0
-        cost, samples = self._steps[max(self._steps)].read.T
-        means = cost / np.maximum(samples, 1)
-        return float(means.max() / means.mean()) if means.any() else 1.0
-
     def _step(self, step: int) -> StreamStep:
         if step not in self._steps:
             known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
@@ -183,8 +167,6 @@ class BalancedStreamLoader:
         """
         ranks = f"the checkpoint stopped inside an epoch of {len(states)} streams, this run has {self.world_size} ranks"
         way_out = f"Resume on {len(states)} ranks, or from a checkpoint made at the end of an epoch"
-        if self.stream_balancing != "global":
-            raise ValueError(f"{ranks}, and with stream_balancing={self.stream_balancing!r} each keeps its samples. {way_out}")
         if not hasattr(self.dataset, "for_rank"):
             name = type(self.dataset).__name__
             raise ValueError(
@@ -197,7 +179,7 @@ class BalancedStreamLoader:
             {"rank": rank, "world_size": len(states), "reader": states[rank]["stream"]["reader"]}
             for rank in range(self.rank, len(states), self.world_size)
         ]
-        start = {"place": RemainingParts(self._source, parts).first_place(), "first": 0, "held": [], "read": 0, "cost": 0.0}
+        start = {"place": RemainingParts(self._source, parts).first_place(), "first": 0, "held": [], "read": 0}
         batches = states[0]["batches"]
         stream = {"reader": start, "first_round": 0, "rounds": [], "step": batches}
         self._resume = {"epoch": states[0]["epoch"], "batches": batches, "stream": stream, "parts": parts}
@@ -219,9 +201,7 @@ class BalancedStreamLoader:
 
     def _steps_depend_on(self) -> dict[str, Any]:
         """Return what the steps of an epoch follow from, beside the stream."""
-        names = ["rank", "batch_size", "stream_balancing", "drop_last", "world_size", "num_workers"]
-        names += ["pool_batches", "max_pool_age"] if self.stream_balancing == "local" else []
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("rank", "batch_size", "drop_last", "world_size", "num_workers")}
 
     # -- the thread
 
@@ -233,15 +213,9 @@ class BalancedStreamLoader:
         if state is not None and "parts" in self._resume:
             source = RemainingParts(self._source, self._resume["parts"])
         reader = StreamReader(source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
-        local = self.stream_balancing == "local"
-        row_width = POOLED_ROW_WIDTH if local else AssignedSteps.row_width(self.batch_size)
+        row_width = AssignedSteps.row_width(self.batch_size)
         group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, row_width)
-        steps: PooledSteps | AssignedSteps
-        if local:
-            pool = LocalPool(self.batch_size, self.pool_batches, self.max_pool_age)
-            steps = PooledSteps(reader, group, pool, self.drop_last, state)
-        else:
-            steps = AssignedSteps(reader, group, self.batch_size, self.assign_fn, self.drop_last, state)
+        steps = AssignedSteps(reader, group, self.batch_size, self.assign_fn, self.drop_last, state)
         return group.report_failure(self._collate(reader, steps))
 
     def _collate(self, reader: StreamReader, steps: Iterable[tuple[list[Any], StreamStep]]) -> Iterator[tuple[Any, StreamStep]]:
@@ -259,3 +233,36 @@ class BalancedStreamLoader:
         costs = np.array([self.cost_fn(sample) for sample in samples], dtype=np.float64)
         weights = np.array([1.0 if self.weight_fn is None else self.weight_fn(sample) for sample in samples])
         return cut(samples, parts, costs, weights, loss_is_sum=self.loss_is_sum)
+
+
+class PrefetchThread(Generic[T]):
+    """Iterates ``items`` in a thread, at most ``ahead`` items ahead of those that were used.
+
+    Items may be made with collectives: how many are made depends only on how many were used, so ranks that use the same
+    number perform the same collectives, also when all of them stop early.
+
+    Args:
+        items: what to iterate; closed by the thread.
+        ahead: item ``k + ahead`` is made once item ``k`` was used.
+    """
+
+    def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
+        self._items = items
+        # its thread is a daemon, so that a rank whose peers are gone can end without waiting for them
+        self._worker = WorkerThread("freescale-stream")
+        self._made: deque[Future[T]] = deque(self._submit_next() for _ in range(ahead))
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items in their order; raise what the thread raised."""
+        while (item := self._made.popleft().result()) is not _END:
+            self._made.append(self._submit_next())
+            yield item
+
+    def stop(self) -> None:
+        """Let the thread make what it still may, as the other ranks' threads do, and wait for its end."""
+        # a generator that fails or is left early ends its workers here, not on whichever thread drops it
+        self._worker.submit(self._items.close)
+        self._worker.stop()
+
+    def _submit_next(self) -> Future[T]:
+        return self._worker.submit(next, self._items, _END)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import multiprocessing
 import os
 import threading
@@ -100,7 +99,7 @@ def run_streams(sizes: list[int], **options: Any) -> dict[str, Any]:
     loader = loader_of(sizes, **options)
     batches, names = list(loader), ("counts", "costs", "unbalanced_costs", "loss_weight")
     told = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
-    return {"batches": batches, "bound": loader.stream_bound(), "threads": stream_threads(), **told}
+    return {"batches": batches, "threads": stream_threads(), **told}
 
 
 def samples_of(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -127,13 +126,9 @@ def imbalance_of(ranks: list[dict[str, Any]], name: str) -> float:
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
-BALANCING = pytest.mark.parametrize("balancing", ["local", "global"])
-
-
-def test_global_balancing_loses_nothing_also_of_uneven_streams() -> None:
+def test_no_sample_is_lost_also_of_uneven_streams() -> None:
     cases = [40, 40, 40], [41, 40, 40], [100, 9, 0], [3, 0, 0], [24, 26, 25]
-    weigh = {"stream_balancing": "global", "weight_fn": lambda sample: 1 + sample[1]}
-    runs = run_distributed(lambda: [run_streams(sizes, **weigh) for sizes in cases], 3)
+    runs = run_distributed(lambda: [run_streams(sizes, weight_fn=lambda sample: 1 + sample[1]) for sizes in cases], 3)
     for sizes, *ranks in zip(cases, *runs):
         assert samples_of(ranks) == all_of(sizes)
         check_told(ranks, weights=True)
@@ -148,8 +143,8 @@ def _reversed(costs: np.ndarray, ranks: int) -> Any:
     return dataclasses.replace(given, rank_of_sample=given.rank_of_sample[::-1])
 
 
-def test_global_balancing_assigns_as_a_map_style_set_or_as_it_is_asked_to() -> None:
-    given = {"stream_balancing": "global"}, {"stream_balancing": "global", "assign_fn": _reversed}
+def test_samples_are_assigned_as_those_of_a_map_style_set_or_by_another_function() -> None:
+    given: tuple[dict[str, Any], ...] = {}, {"assign_fn": _reversed}
     ranks, others = zip(*run_distributed(lambda: [run_streams([80, 80, 80], **options) for options in given], 3))
     for step in range(20):
         read = [(rank, number) for rank in range(3) for number in range(4 * step, 4 * step + 4)]
@@ -162,60 +157,19 @@ def test_global_balancing_assigns_as_a_map_style_set_or_as_it_is_asked_to() -> N
     assert imbalance_of(ranks, "costs") < 0.8 * imbalance_of(ranks, "unbalanced_costs")
 
 
-@BALANCING
-def test_drop_last_gives_whole_steps(balancing: str) -> None:
-    ranks = run_distributed(lambda: run_streams([42, 43], stream_balancing=balancing, drop_last=True, pool_batches=3), 2)
+def test_drop_last_gives_whole_steps() -> None:
+    ranks = run_distributed(lambda: run_streams([42, 43], drop_last=True), 2)
     assert ranks[0]["counts"] == [[4, 4]] * 10
     check_told(ranks)
-
-
-def test_local_balancing_moves_no_sample_and_balances() -> None:
-    sizes = [400, 400, 401]
-    ranks = run_distributed(lambda: run_streams(sizes), 3)
-    assert samples_of(ranks) == all_of(sizes)
-    assert all(sample[0] == index for index, rank in enumerate(ranks) for batch in rank["batches"] for sample in batch)
-    check_told(ranks)
-    assert (np.array(ranks[0]["counts"])[:90] == 4).all()
-    assert imbalance_of(ranks, "costs") < 1 + 0.5 * (imbalance_of(ranks, "unbalanced_costs") - 1)
-    for index, rank in enumerate(ranks):
-        as_read = COSTS[(700 * index + np.arange(400)) % 2000].reshape(100, 4).sum(axis=1)
-        np.testing.assert_allclose(np.array(rank["unbalanced_costs"])[:100, index], as_read)
-    means = [COSTS[(700 * index + np.arange(size)) % 2000].mean() for index, size in enumerate(sizes)]
-    assert ranks[0]["bound"] == pytest.approx(max(means) / np.mean(means))
-    assert {rank["threads"] for rank in ranks} == {1}
-
-
-def test_local_balancing_at_the_end_of_streams() -> None:
-    def run() -> tuple[Any, Any, Any, list[str]]:
-        messages: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("lightning_freescale.data").addHandler(handler)
-        uneven = run_streams([60, 43])
-        piled_up = run_streams([60, 60], cost_fn=lambda sample: 1.0 + 3 * sample[0] * (sample[1] % 2))
-        assert not messages
-        return uneven, piled_up, run_streams([8, 90], pool_batches=3), messages
-
-    uneven, piled_up, too_uneven, messages = zip(*run_distributed(run, 2))
-    assert samples_of(uneven) == all_of([60, 43]), "streams that end within a pool's content of each other lose nothing"
-    check_told(uneven)
-    assert max(map(max, uneven[0]["counts"])) == 4
-    last = np.array(piled_up[0]["costs"])[-7:, 1]
-    assert last.max() - last.min() <= 3, "one dear sample: what has piled up in a pool does not go in the very last step"
-    check_told(too_uneven)
-    left = 90 - sum(map(len, too_uneven[1]["batches"]))
-    assert left >= 12 and not messages[1]
-    assert "after 2 steps" in messages[0][0] and "at least 12 on rank 1" in messages[0][0]
 
 
 # -- resume
 
 
-@BALANCING
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_resume_gives_the_batches_that_were_to_come(balancing: str, workers: int) -> None:
+def test_resume_gives_the_batches_that_were_to_come(workers: int) -> None:
     def run(kind: type[Part]) -> None:
-        options = {"stream_balancing": balancing, "num_workers": workers, "kind": kind, "pool_batches": 3, "max_pool_age": 6}
+        options = {"num_workers": workers, "kind": kind}
         whole = loader_of([70, 64], **options)
         whole.set_epoch(1)
         batches = list(whole)
@@ -233,7 +187,6 @@ def test_resume_gives_the_batches_that_were_to_come(balancing: str, workers: int
                 assert resumed.loss_weight(step) == whole.loss_weight(step)
             assert resumed.state_after(consumed) == state
             if consumed < len(batches):
-                assert resumed.stream_bound() == whole.stream_bound()
                 assert resumed.state_after(len(batches)) == whole.state_after(len(batches))
 
     run_distributed(lambda: (run(Part), run(SeekablePart)), 2)
@@ -257,32 +210,27 @@ def test_a_resume_is_for_its_epoch_and_a_stream_that_is_as_long() -> None:
     assert len(list(other)) == 25
     assert other.state_after(0)["stream"] is None
     shorter.load_state_dict(loader.state_after(20))
-    with pytest.raises(ValueError, match="sample 99"):
+    with pytest.raises(ValueError, match="sample 83"):
         list(shorter)
 
 
-@BALANCING
-def test_state_is_small_and_old_steps_are_forgotten(balancing: str) -> None:
-    loader = loader_of([4 * 300], kind=SeekablePart, stream_balancing=balancing)
+def test_state_is_small_and_old_steps_are_forgotten() -> None:
+    loader = loader_of([4 * 300], kind=SeekablePart)
     list(loader)
     state = loader.state_after(250)
     assert len(json.dumps(state)) < 2000
-    assert state["stream"]["reader"]["first"] >= 4 * (250 - 33), "no more is read again than may still be held"
-    assert len(state["stream"].get("rounds", [])) <= 2
+    assert state["stream"]["reader"]["first"] >= 4 * 250, "no more is read again than may still be held"
+    assert len(state["stream"]["rounds"]) <= 2
     assert loader.counts(199) == [4]
     with pytest.raises(ValueError, match="step=150"):
         loader.state_after(151)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"batch_size": 5}, "batch_size=4.*batch_size=5"), ({"stream_balancing": "global"}, "stream_balancing='local'")],
-)
-def test_state_of_another_loader(change: dict[str, Any], message: str) -> None:
+def test_state_of_another_loader() -> None:
     loader = loader_of([100])
     list(islice(loader, 3))
-    other = BalancedStreamLoader(Part(0, 100), **{"batch_size": 4, "cost_fn": sample_cost, **change})
-    with pytest.raises(ValueError, match=message):
+    other = BalancedStreamLoader(Part(0, 100), 5, cost_fn=sample_cost)
+    with pytest.raises(ValueError, match=r"batch_size=4.*batch_size=5"):
         other.load_state_dict(loader.state_after(2))
     other.load_state_dict(loader.state_after(0))  # nothing was consumed: nothing can be lost
 
@@ -294,9 +242,7 @@ def test_state_of_another_loader(change: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"prefetch_batches": 0}, "prefetch_batches=0"),
-        ({"stream_balancing": "all"}, "stream_balancing='all'"),
         ({"world_size": 2}, "world_size=2, group=None"),
-        ({"max_pool_age": 3}, "max_pool_age=3.* pool_batches=8"),
         ({"dataset": [1]}, "dataset=list"),
         ({"cost_fn": lambda sample: 17.0 - sample[1]}, r"cost_fn\(sample\)\[18\] is -1.0"),
         ({"weight_fn": lambda sample: 17.0 - sample[1]}, r"weight_fn\(sample\)\[18\] is -1.0"),
@@ -311,12 +257,11 @@ def _weight(sample: tuple[int, int, float]) -> float:
     return float(sample[1] % 3 == 0)
 
 
-def _divided(balancing: str) -> list[list[float]]:
+def _divided() -> list[list[float]]:
     """Return of every step this rank's micro-batches, and what each weighs."""
-    with pytest.raises(ValueError, match="rank 1 has 0 samples" if balancing == "local" else "1 samples"):
-        list(loader_of([1, 0], stream_balancing=balancing))
-    schedule = MicroBatchSchedule(4, 4)
-    loader = loader_of([41, 36], stream_balancing=balancing, weight_fn=_weight, micro_batches=schedule)
+    with pytest.raises(ValueError, match="1 samples"):
+        list(loader_of([1, 0]))
+    loader = loader_of([41, 36], weight_fn=_weight, micro_batches=MicroBatchSchedule(4, 4))
     found = []
     for batch in loader:
         parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
@@ -329,10 +274,9 @@ def _divided(balancing: str) -> list[list[float]]:
     return found
 
 
-@BALANCING
-def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many(balancing: str) -> None:
+def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many() -> None:
     counts = set()
-    for ranks in zip(*run_distributed(_divided, 2, balancing), strict=True):
+    for ranks in zip(*run_distributed(_divided, 2), strict=True):
         (parts,) = {len(weights) for weights in ranks}
         counts.add(parts)
         assert parts == min(4, *(int(sum(weights)) for weights in ranks)), "samples weigh 1 or nothing"
@@ -343,10 +287,9 @@ def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many(balancing
 # -- streams that stop early or fail: no thread is left, and no rank waits for another
 
 
-@pytest.mark.parametrize("balancing", ["local", "global"])
-def test_stopping_early_leaves_no_thread(balancing: str) -> None:
+def test_stopping_early_leaves_no_thread() -> None:
     def run() -> tuple[list[list[Any]], int, int]:
-        loader, threads = loader_of([400, 400], kind=SlowOnOne, stream_balancing=balancing), []
+        loader, threads = loader_of([400, 400], kind=SlowOnOne), []
         batches = []
         for step, batch in enumerate(loader):
             threads.append(stream_threads())
@@ -372,9 +315,7 @@ def test_works_ahead_but_not_further() -> None:
             read.append(number)
             return super()._sample(number)
 
-    loader = BalancedStreamLoader(
-        Watched(0, 400), 4, cost_fn=sample_cost, stream_balancing="global", collate_fn=list, prefetch_batches=3
-    )
+    loader = BalancedStreamLoader(Watched(0, 400), 4, cost_fn=sample_cost, collate_fn=list, prefetch_batches=3)
     batches = iter(loader)
     for taken in range(1, 6):
         next(batches)
@@ -388,10 +329,10 @@ def test_works_ahead_but_not_further() -> None:
     assert stream_threads() == threads
 
 
-@pytest.mark.parametrize(("balancing", "workers"), [("local", 1), ("global", 0)])
-def test_an_error_of_one_rank_ends_all(balancing: str, workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_one_rank_ends_all(workers: int) -> None:
     def run() -> tuple[str, int, int]:
-        loader, taken = loader_of([400, 400, 400], breaks_at=100, stream_balancing=balancing, num_workers=workers), 0
+        loader, taken = loader_of([400, 400, 400], breaks_at=100, num_workers=workers), 0
         try:
             for _ in loader:
                 taken += 1
@@ -425,7 +366,7 @@ def test_samples_that_cannot_be_sent() -> None:
             return (lambda: number) if self.rank == 1 and number == 41 else self.rank, number, cost
 
     def run() -> str:
-        loader = loader_of([80, 80], kind=Unpicklable, stream_balancing="global", assign_fn=_reversed)
+        loader = loader_of([80, 80], kind=Unpicklable, assign_fn=_reversed)
         with pytest.raises(Exception) as caught:  # noqa: PT011 (which one is the answer)
             list(loader)
         both = torch.ones(1)

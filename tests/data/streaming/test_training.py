@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.data import StreamOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import Rereading, Stream, fit
 from tests.helpers.recommender import Recommender, Samples, StopAt, collate, trainer
 
 SIZE = 50
-STREAM_OPTIONS = {
-    "local": StreamOptions(stream_balancing="local", pool_batches=2, max_pool_age=8),
-    "global": StreamOptions(stream_balancing="global"),
-}
 SLOW = pytest.mark.slow
 
 
@@ -36,25 +31,19 @@ def _length(sample: dict[str, Any]) -> int:
 
 
 def _fit(
-    balancing: str = "global",
-    path: Path | None = None,
-    stop: tuple[int, Path] | None = None,
-    kind: type[Rereading] = Stream,
-    **options: Any,
+    path: Path | None = None, stop: tuple[int, Path] | None = None, kind: type[Rereading] = Stream, **options: Any
 ) -> list[list[int]]:
     """Two epochs from the start or a checkpoint, or up to a stop; return what this rank saw in each step."""
     callbacks = [] if stop is None else [StopAt(stop[0], str(stop[1]))]
-    data = {"stream": STREAM_OPTIONS[balancing], **options}
-    return fit(samples=SIZE, batch_size=4, data=data, stream=kind, callbacks=callbacks, resume=path).seen
+    return fit(samples=SIZE, batch_size=4, data=options, stream=kind, callbacks=callbacks, resume=path).seen
 
 
-@pytest.mark.parametrize("balancing", ["local", "global"])
-def test_every_sample_once_per_epoch(balancing: str) -> None:
-    ranks = run_distributed(_fit, 2, balancing)
+def test_every_sample_once_per_epoch() -> None:
+    ranks = run_distributed(_fit, 2)
     steps = len(ranks[0]) // 2
     assert len(ranks[1]) == 2 * steps
     assert sorted(_all(ranks, 0, steps)) == sorted(_all(ranks, steps)) == list(range(SIZE))
-    assert any(sample % 2 for step in ranks[0] for sample in step) == (balancing == "global")
+    assert any(sample % 2 for step in ranks[0] for sample in step), "samples change their rank"
 
 
 def _all(ranks: list[list[list[int]]], first: int = 0, last: int | None = None) -> list[int]:
@@ -69,7 +58,7 @@ def _one_step(batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
     return fitting._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
 
 
-def test_global_balancing_keeps_the_gradient() -> None:
+def test_assigning_samples_keeps_the_gradient() -> None:
     """Against one rank that computes the whole global batch alone, and against the ranks' batches as read."""
     balanced = run_distributed(_one_step, 2, 8)[0]
     for other in (run_distributed(_one_step, 1, 16)[0], run_distributed(_one_step, 2, 8, False)[0]):
@@ -136,13 +125,10 @@ def test_what_is_read_on_may_be_interrupted_again(tmp_path: Path) -> None:
         run_distributed(_fit, 2, path=again)
 
 
-@pytest.mark.parametrize(
-    ("kind", "balancing", "message"), [(Fixed, "global", r"Fixed\.for_rank"), (Stream, "local", "stream_balancing='local'")]
-)
-def test_what_no_rank_can_read_on_is_refused(kind: type[Rereading], balancing: str, message: str, tmp_path: Path) -> None:
-    run_distributed(_fit, 2, balancing, stop=(3, tmp_path / "a.ckpt"), kind=kind)
-    with pytest.raises(RankFailed, match=f"2 streams.* 3 ranks.*{message}"):
-        run_distributed(_fit, 3, balancing, tmp_path / "a.ckpt", kind=kind)
+def test_a_stream_that_no_rank_can_read_on_is_refused(tmp_path: Path) -> None:
+    run_distributed(_fit, 2, stop=(3, tmp_path / "a.ckpt"), kind=Fixed)
+    with pytest.raises(RankFailed, match=r"2 streams.* 3 ranks.*Fixed\.for_rank"):
+        run_distributed(_fit, 3, tmp_path / "a.ckpt", kind=Fixed)
 
 
 def _forking_threads(path: Path) -> set[str]:
