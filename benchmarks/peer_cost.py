@@ -21,11 +21,10 @@ import harness
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.peer.link import Link
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
+from lightning_freescale.comm.transports.peer.symmetric_buffer import PEER_BYTES, SymmetricBuffer
 from lightning_freescale.comm.transports.peer.transfer_progress import TransferProgress
 
 RANKS = (2, 4, 8)
@@ -96,12 +95,7 @@ class _Driver(CudaDriver):
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument(
-        "--peer-bytes",
-        type=int,
-        default=ProcessGroupFreeScaleOptions().peer_bytes,
-        help="memory for chunks (default: the lane's)",
-    )
+    parser.add_argument("--peer-bytes", type=int, default=PEER_BYTES, help="memory for chunks (default: the lane's)")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of a transfer (default: 200)")
     parser.add_argument("--runs", type=int, default=15, help="of which the least counts (default: 15)")
     parser.add_argument("--gigabytes-per-second", type=float, default=400.0, help="of a GPU's NVLinks (default: 400)")
@@ -128,7 +122,7 @@ def _cost(size: int, chunk: int, rounds: int, runs: int) -> tuple[float, int]:
     """Return the seconds of a transfer of so many full rounds, own part included, and the driver calls it takes."""
     # nobody touches what is only addresses here: parts of a byte that seem long, and one buffer for all ranks
     outgoing, incoming = (torch.empty(1, dtype=torch.uint8).expand(rounds * chunk) for _ in range(2))
-    transfer = Transfer("all_to_all", [outgoing] * size, [incoming] * size, 0, _DEVICE, 0, timedelta(0), 0)
+    transfer = Transfer("all_to_all", [outgoing] * size, [incoming] * size, 0, _DEVICE, timedelta(0), 0)
     buffers = [torch.empty(SymmetricBuffer.size_bytes(size, chunk), dtype=torch.uint8)] * size
     cuda = _Cuda()
     link = Link(_Driver(_DEVICE, cuda), SymmetricBuffer(0, buffers, chunk), list(range(size)))

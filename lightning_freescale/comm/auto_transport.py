@@ -43,7 +43,7 @@ def settle_transport(
         DistBackendError: a rank does not come, or torch's own backend fails.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
-    sizes = lane.options.chunk_bytes, lane.options.pinned_bytes, lane.options.peer_bytes, lane.options.nccl_ctas
+    sizes = lane.options.chunk_bytes, lane.options.max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
     known = {said["known"] for said in gather_over(lane.p2p.open(), {"known": _verdicts.get(key, "")})}
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew

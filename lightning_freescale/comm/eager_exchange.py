@@ -103,8 +103,7 @@ class EagerExchange:
 
     def _long_parts(self, outgoing: _Parts, incoming: _Parts, kind: int, number: int, timeout: timedelta) -> Transfer:
         sent, received = (parts.as_tensors(longer_than=self.short_bytes) for parts in (outgoing, incoming))
-        total = max(sum(map(len, sent)), sum(map(len, received)))
-        return Transfer("exchange", sent, received, kind, torch.device("cpu"), total, timeout, number, chunk_tag=_LONG_TAG)
+        return Transfer("exchange", sent, received, kind, torch.device("cpu"), timeout, number, chunk_tag=_LONG_TAG)
 
 
 def _keep_own(outgoing: _Parts, incoming: _Parts, rank: int) -> None:

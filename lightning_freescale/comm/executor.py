@@ -96,7 +96,7 @@ class CollectiveExecutor:
             transfer = Transfer.from_buffers(name, outgoing(size), incoming(size), rank, timeout, number)
         except Exception as error:
             nothing = [torch.empty(0, dtype=torch.uint8)] * size
-            empty = Transfer(name, nothing, nothing, 0, torch.device("cpu"), 0, timeout, number)
+            empty = Transfer(name, nothing, nothing, 0, torch.device("cpu"), timeout, number)
             heard = self._worker.run(partial(self._execute, empty, str(error) or type(error).__name__)).exception()
             if heard is not None and not isinstance(heard, Exception):
                 raise heard from None
@@ -167,8 +167,8 @@ class CollectiveExecutor:
             if self.failure:
                 raise dist.DistBackendError(self.failure)
             # its tensors may be inference tensors, which the mode of this thread must allow for
-            with torch.inference_mode(), PRIORITY_GATE.track(self.options, transfer.total_bytes) as activity:
-                pause = partial(PRIORITY_GATE.yield_to_higher, activity, self.options.max_pause_seconds)
+            with torch.inference_mode(), PRIORITY_GATE.track(self.options.priority) as activity:
+                pause = partial(PRIORITY_GATE.yield_to_higher, activity)
                 with torch.cuda.device(transfer.device) if transfer.device.type == "cuda" else nullcontext():
                     self._agree_and_move(transfer, refusal, pause)
         except BaseException as error:
@@ -187,8 +187,8 @@ class CollectiveExecutor:
         if self.options.transport == "native":  # has no priority
             self._host.move(transfer, lambda: None)
             return
-        with PRIORITY_GATE.track(self.options, transfer.total_bytes) as activity:
-            self._host.move(transfer, partial(PRIORITY_GATE.yield_to_higher, activity, self.options.max_pause_seconds))
+        with PRIORITY_GATE.track(self.options.priority) as activity:
+            self._host.move(transfer, partial(PRIORITY_GATE.yield_to_higher, activity))
 
     def _end_lane(self, name: str, error: BaseException) -> dist.DistBackendError:
         """End the lane on any failure: messages that are half posted cannot be taken back safely from gloo."""

@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 class NativeBackends:
     """What torch itself would use for the collectives of one group.
 
-    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. Where ``lazy_gloo`` asks
-    for it they are made by the first collective, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy
-    connections would wait five times the timeout for a rank that is gone.) Messages between two ranks take the lane's. Gloo's
-    collectives take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
+    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. With ``lazy_gloo`` the
+    first collective makes them, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy connections
+    would wait five times the timeout for a rank that is gone.) Messages between two ranks take the lane's. Gloo's collectives
+    take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
 
     Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
     a registered NCCL as soon as the group is made, if the default group is bound to a device: communicators that nobody uses
@@ -155,8 +155,8 @@ class NativeBackends:
         options._timeout = self._opts.timeout
         options.global_ranks_in_group = self._opts.global_ranks_in_group
         options.group_name = self._opts.group_id
-        if self._lane.options.nccl_ctas is not None:
-            options.config.max_ctas = self._lane.options.nccl_ctas
+        if self._lane.options.max_ctas is not None:
+            options.config.max_ctas = self._lane.options.max_ctas
         store = dist.PrefixStore("nccl", self._opts.store)
         nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
         _number_collectives(nccl)

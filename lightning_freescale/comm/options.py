@@ -1,25 +1,21 @@
-"""What a user may choose about a lane."""
+"""The options of a process group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
-
-MIN_PINNED_CHUNKS = 16
-"""Chunks that the bound of pinned memory must hold: two in flight and two more to arrive, in size classes that are powers of
-two, in each of two directions."""
-MIN_PEER_BYTES = 1024 * 1024
-"""Two chunks of 256 bytes, to which copy engines align, for each of more ranks than an NVLink domain has."""
+MAX_CHUNK_BYTES = 16 * 1024 * 1024
+"""The pinned memory of the host's transport holds sixteen chunks of this size."""
 
 
 @dataclass(frozen=True)
 class ProcessGroupFreeScaleOptions:
-    """A lane is a process group with its own order and a priority: ``dist.new_group(backend="freescale", pg_options=...)``.
+    """Options of a lane: ``dist.new_group(backend="freescale", pg_options=...)`` makes a group with its own order.
 
-    Give every rank of a group the same options; the ranks compare transport, priority, chunk_bytes, pinned_bytes, peer_bytes,
-    nccl_ctas and lazy_gloo when the group is made. Issue the collectives of a group from one thread: their order must be that
-    of the other ranks.
+    Give every rank of a group the same options. The ranks compare transport, priority and chunk_bytes when the group is made.
+    Issue the collectives of a group from one thread: their order must be that of the other ranks.
 
     Attributes:
         transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
@@ -28,19 +24,8 @@ class ProcessGroupFreeScaleOptions:
             take the host's path, or gloo's own with ``"native"``.
         name: of the lane, for errors and threads; that of the process group if empty.
         priority: lanes of lower priority in the same process pause while this one has work.
-        chunk_bytes: what travels in one message, and where a lane may pause. Where a higher lane exists, a lane has two chunks
-            in flight, or what takes two milliseconds; that is how long a message of the higher one may have to wait.
-        preempt_below_bytes: lower lanes pause for collectives of this lane that move fewer bytes; larger ones share the link
-            with them. None: they always pause.
-        max_pause_seconds: how long this lane pauses at most between two chunks, so that it never starves; also how long a
-            higher lane without progress, whose peers have not come yet, holds it up.
-        lazy_gloo: connect gloo, for the collectives that no transport moves, at the first of them, which then waits for all
-            ranks even to be issued; else when the group is made. For groups that may never have such a collective.
-        pinned_bytes: bound of the host memory pinned for CUDA tensors.
-        nccl_ctas: thread blocks, and so at most streaming multiprocessors, that NCCL takes for a collective of this lane; None:
-            as many as it chooses. Not tested on GPU.
-        peer_bytes: memory that ``"peer"`` and ``"two-level"`` take on every GPU for each lane: two chunks for every other rank
-            of the NVLink domain. So half of it is what a rank sends in one round, after which the lane may pause.
+        chunk_bytes: size of one message, after which a lane may pause; at most 16 MiB. Where a higher lane exists, a lane has
+            two chunks in flight, or what takes two milliseconds; a message of the higher one may have to wait that long.
 
     Raises:
         ValueError: an option is out of range.
@@ -50,28 +35,27 @@ class ProcessGroupFreeScaleOptions:
     name: str = ""
     priority: int = 0
     chunk_bytes: int = 1024 * 1024
-    preempt_below_bytes: int | None = None
-    max_pause_seconds: float = 0.05
-    lazy_gloo: bool = False
-    pinned_bytes: int = 256 * 1024 * 1024
-    nccl_ctas: int | None = None
-    peer_bytes: int = 256 * 1024 * 1024
+
+    lazy_gloo: ClassVar[bool] = False
+    """Whether gloo connects at its first collective, which then waits for all ranks even to be issued."""
+    max_ctas: ClassVar[int | None] = None
+    """Thread blocks, and so streaming multiprocessors, that NCCL takes at most; None: as many as it chooses."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r}: pass one of {', '.join(map(repr, TRANSPORTS))}")
-        if self.chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes}: pass at least 1 byte")
-        if self.preempt_below_bytes is not None and self.preempt_below_bytes < 0:
-            raise ValueError(f"preempt_below_bytes={self.preempt_below_bytes}: pass bytes, at least 0, or None")
-        if self.max_pause_seconds < 0:
-            raise ValueError(f"max_pause_seconds={self.max_pause_seconds}: pass seconds, at least 0")
-        if self.nccl_ctas is not None and not 1 <= self.nccl_ctas <= 64:  # NCCL's own bound
-            raise ValueError(f"nccl_ctas={self.nccl_ctas}: pass 1 to 64, or None")
-        if self.pinned_bytes < (least := MIN_PINNED_CHUNKS * self.chunk_bytes):
-            raise ValueError(
-                f"pinned_bytes={self.pinned_bytes}: pass at least {MIN_PINNED_CHUNKS} chunks, {least} bytes, or a smaller "
-                f"chunk_bytes than {self.chunk_bytes}"
-            )
-        if self.peer_bytes < MIN_PEER_BYTES:
-            raise ValueError(f"peer_bytes={self.peer_bytes}: pass at least {MIN_PEER_BYTES} bytes")
+        if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes}: pass 1 to {MAX_CHUNK_BYTES} bytes")
+
+
+class LazyGlooOptions(ProcessGroupFreeScaleOptions):
+    """Options of the lanes that this package makes: most have no collective of gloo."""
+
+    lazy_gloo = True
+
+
+class OverlapOptions(LazyGlooOptions):
+    """Options of a lane whose collectives run beside compute. Not tested on GPU."""
+
+    # NCCL takes these from the compute, and from DDP's all-reduce, which has to fit on the device as well
+    max_ctas = 8

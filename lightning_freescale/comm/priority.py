@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
+MAX_PAUSE_SECONDS = 0.05
+"""The longest pause between two chunks, so that no lane starves; also how long a higher lane without progress is waited for."""
 
 
 @dataclass(eq=False)
@@ -17,12 +18,10 @@ class Activity:
     """A collective that a lane is running.
 
     Attributes:
-        preempts: whether lower lanes pause for it.
         last_progress: when a chunk of it last came or went, in seconds of the monotonic clock.
     """
 
     priority: int
-    preempts: bool
     last_progress: float = field(default_factory=time.monotonic)
 
 
@@ -43,10 +42,9 @@ class PriorityGate:
         return any(other > priority and count > 0 for other, count in list(self.lanes.items()))
 
     @contextmanager
-    def track(self, options: ProcessGroupFreeScaleOptions, total_bytes: int) -> Iterator[Activity]:
-        """Let other lanes see a collective while the block runs it."""
-        threshold = options.preempt_below_bytes
-        activity = Activity(options.priority, threshold is None or total_bytes < threshold)
+    def track(self, priority: int) -> Iterator[Activity]:
+        """Let other lanes see a collective of that priority while the block runs it."""
+        activity = Activity(priority)
         with self._changed:
             self._activities.append(activity)
         try:
@@ -56,21 +54,21 @@ class PriorityGate:
                 self._activities.remove(activity)
                 self._changed.notify_all()
 
-    def yield_to_higher(self, activity: Activity, max_pause_seconds: float) -> None:
-        """Wait between two chunks while a higher lane has work, at most ``max_pause_seconds``."""
+    def yield_to_higher(self, activity: Activity) -> None:
+        """Wait between two chunks while a higher lane has work."""
         activity.last_progress = now = time.monotonic()
         if len(self._activities) < 2:
             return
-        end = now + max_pause_seconds
+        end = now + MAX_PAUSE_SECONDS
         with self._changed:
             # A higher lane without progress waits for its peers, and is not waited for: rank 0 may wait in its high lane for
             # rank 1, which waits in the low lane for rank 0.
-            while (until := min(end, self._last_progress_above(activity) + max_pause_seconds)) > time.monotonic():
+            while (until := min(end, self._last_progress_above(activity) + MAX_PAUSE_SECONDS)) > time.monotonic():
                 self._changed.wait(until - time.monotonic())
         activity.last_progress = time.monotonic()
 
     def _last_progress_above(self, activity: Activity) -> float:
-        above = (other for other in self._activities if other.preempts and other.priority > activity.priority)
+        above = (other for other in self._activities if other.priority > activity.priority)
         return max((other.last_progress for other in above), default=float("-inf"))
 
 

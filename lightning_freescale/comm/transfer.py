@@ -93,7 +93,6 @@ class Transfer:
         outgoing: for every rank of the group what it gets, as uint8 of shape ``[bytes]``.
         incoming: for every rank of the group where what it sends goes, likewise.
         dtype_index: of the elements, in :data:`DTYPES`.
-        total_bytes: of the larger direction.
         timeout: how long a peer may show no progress.
         sequence_number: in the order of the lane's collectives.
         largest: the most bytes that any rank sends to any other in it; known once the ranks have agreed.
@@ -107,7 +106,6 @@ class Transfer:
     incoming: list[Tensor]
     dtype_index: int
     device: torch.device
-    total_bytes: int
     timeout: timedelta
     sequence_number: int
     largest: int = 0
@@ -129,8 +127,7 @@ class Transfer:
         if gives != gets:
             raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
         ways = outgoing.buffers, incoming.buffers
-        total_bytes = max(sum(buffer.shape[0] for buffer in way) for way in ways)
-        return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, total_bytes, timeout, sequence_number)
+        return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, timeout, sequence_number)
 
     def fits_in_header(self, part: Tensor) -> bool:
         """Return whether a rank's part travels in the header."""

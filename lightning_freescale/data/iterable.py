@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_freescale._objects import gather_objects
 from lightning_freescale.balance import CostModel, MicroBatchSchedule, assign
-from lightning_freescale.comm import BACKEND, ProcessGroupFreeScaleOptions
+from lightning_freescale.comm import BACKEND
+from lightning_freescale.comm.options import LazyGlooOptions
 from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
@@ -91,7 +92,7 @@ class IterableData:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""
         if world_size > 1 and self._group is None:
             # its own lane: its thread must not queue behind training's collectives, which come first
-            lane = ProcessGroupFreeScaleOptions(name="samples", priority=-1, lazy_gloo=True)
+            lane = LazyGlooOptions(name="samples", priority=-1)
             self._group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))
         loader = self._loader = self._make_loader(
             rank=rank, world_size=world_size, group=self._group, micro_batches=self.micro_batches

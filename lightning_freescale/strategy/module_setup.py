@@ -15,7 +15,8 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale.comm import BACKEND, ProcessGroupFreeScale, ProcessGroupFreeScaleOptions
+from lightning_freescale.comm import BACKEND, ProcessGroupFreeScale
+from lightning_freescale.comm.options import LazyGlooOptions
 from lightning_freescale.strategy.validation import refuse_accumulation, refuse_averages, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def embedding_group(
     # training waits for these exchanges and nothing computes beside them: NCCL is faster then. The other transports are for
     # the overlapped exchange, whose collections have groups of their own
     native = transport == "auto" and device.type == "cuda"
-    lane = ProcessGroupFreeScaleOptions("native" if native else transport, name="embedding", priority=1, lazy_gloo=True)
+    lane = LazyGlooOptions("native" if native else transport, name="embedding", priority=1)
     group = earlier.group if earlier is not None else None
     if not isinstance(group, ProcessGroupFreeScale) or group.options != lane:
         group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))

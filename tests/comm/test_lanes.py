@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm import priority as module
 from lightning_freescale.comm.priority import PRIORITY_GATE, Activity, PriorityGate
 from lightning_freescale.testing import run_distributed
@@ -52,14 +51,14 @@ class Collectives:
         self.gate, self.clock, self.stack = PriorityGate(), clock, ExitStack()
         self.gate._changed = clock
 
-    def begin(self, priority: int, total: int = 100, idle: float = 0.0, **options: Any) -> Activity:
-        activity = self.stack.enter_context(self.gate.track(ProcessGroupFreeScaleOptions(priority=priority, **options), total))
+    def begin(self, priority: int, idle: float = 0.0) -> Activity:
+        activity = self.stack.enter_context(self.gate.track(priority))
         activity.last_progress = self.clock.now - idle
         return activity
 
     def pause(self, activity: Activity) -> float:
         start = self.clock.now
-        self.gate.yield_to_higher(activity, MAX_PAUSE)
+        self.gate.yield_to_higher(activity)
         assert activity.last_progress == self.clock.now
         return self.clock.now - start
 
@@ -68,6 +67,7 @@ class Collectives:
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
     lanes = Collectives(Clock())
     monkeypatch.setattr(module, "time", lanes.clock)
+    monkeypatch.setattr(module, "MAX_PAUSE_SECONDS", MAX_PAUSE)
     yield lanes
     lanes.stack.close()
     assert not lanes.gate._activities
@@ -103,33 +103,25 @@ def test_it_pauses_no_longer_than_its_limit_for_a_lane_that_is_always_busy(lanes
         assert lanes.pause(activity) == pytest.approx(MAX_PAUSE)
 
 
-@pytest.mark.parametrize(("total", "limit", "pauses"), [(99, 100, True), (100, 100, False), (10**9, None, True), (0, 0, False)])
-def test_only_for_small_collectives_where_the_higher_lane_says_so(
-    lanes: Collectives, total: int, limit: int | None, pauses: bool
-) -> None:
-    activity = lanes.begin(0, total=5, preempt_below_bytes=0)
-    lanes.begin(1, total=total, preempt_below_bytes=limit)
-    assert lanes.pause(activity) == (pytest.approx(MAX_PAUSE) if pauses else 0)
-
-
 def test_lanes_are_counted_by_priority_and_a_collective_that_fails_is_no_longer_tracked() -> None:
     gate = PriorityGate()
     gate.lanes.update({1: 1, 2: 0})
     assert gate.has_higher_lane(0) and not gate.has_higher_lane(1)
-    with pytest.raises(KeyError), gate.track(ProcessGroupFreeScaleOptions(), 1):
+    with pytest.raises(KeyError), gate.track(0):
         raise KeyError
     assert not gate._activities
 
 
-def test_a_paused_thread_wakes_up_when_the_higher_lane_ends() -> None:
+def test_a_paused_thread_wakes_up_when_the_higher_lane_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PAUSE_SECONDS", 60.0)
     gate, passed = PriorityGate(), threading.Event()
 
     def low() -> None:
-        with gate.track(ProcessGroupFreeScaleOptions(), 1) as activity:
-            gate.yield_to_higher(activity, 60.0)
+        with gate.track(0) as activity:
+            gate.yield_to_higher(activity)
         passed.set()
 
-    with gate.track(ProcessGroupFreeScaleOptions(priority=1), 1):
+    with gate.track(1):
         thread = threading.Thread(target=low, daemon=True)
         thread.start()
         assert not passed.wait(0.2)
@@ -147,14 +139,15 @@ def _exchange(group: Any, out: torch.Tensor, given: torch.Tensor) -> None:
     group.exchange(out, given, [len(out) // 2] * 2, [len(given) // 2] * 2)
 
 
-def _paused(move: Callable[..., None], options: dict[str, Any], total_bytes: int) -> tuple[bool, bool]:
+def _paused(move: Callable[..., None], options: dict[str, Any], max_pause: float) -> tuple[bool, bool]:
     """Whether a long transfer comes to its end beside a collective of a higher lane, and whether it brought all bytes."""
-    group = make_group(chunk_bytes=4096, **{"max_pause_seconds": 30.0, **options})
+    module.MAX_PAUSE_SECONDS = max_pause
+    group = make_group(chunk_bytes=4096, **options)
     out, given = torch.empty(2 * LENGTH, dtype=torch.uint8), torch.ones(2 * LENGTH, dtype=torch.uint8)
     thread = threading.Thread(target=move, args=(group, out, given))
-    with PRIORITY_GATE.track(ProcessGroupFreeScaleOptions(priority=1, preempt_below_bytes=100), total_bytes) as activity:
+    with PRIORITY_GATE.track(1) as activity:
         thread.start()
-        end = time.monotonic() + (0.5 if total_bytes < 100 and not options else TIMEOUT)
+        end = time.monotonic() + (0.5 if max_pause and not options else TIMEOUT)
         while time.monotonic() < end and thread.is_alive():
             activity.last_progress = time.monotonic()
             time.sleep(0.01)
@@ -165,26 +158,25 @@ def _paused(move: Callable[..., None], options: dict[str, Any], total_bytes: int
 
 
 @pytest.mark.parametrize(
-    ("move", "options", "total_bytes", "beside"),
+    ("move", "options", "max_pause", "beside"),
     [
-        (_all_to_all, {}, 99, False),
-        (_exchange, {}, 99, False),
-        (_all_to_all, {}, 100, True),  # for which the higher lane lets lower ones go on
-        (_all_to_all, {"priority": 1}, 99, True),
-        (_all_to_all, {"max_pause_seconds": 0.0}, 99, True),
-        (_exchange, {"transport": "native"}, 99, True),  # which has no priority
+        (_all_to_all, {}, 30.0, False),
+        (_exchange, {}, 30.0, False),
+        (_all_to_all, {"priority": 1}, 30.0, True),
+        (_all_to_all, {}, 0.0, True),
+        (_exchange, {"transport": "native"}, 30.0, True),  # which has no priority
     ],
 )
 def test_a_long_transfer_pauses_for_a_higher_lane_that_is_at_work(
-    move: Any, options: dict[str, Any], total_bytes: int, beside: bool
+    move: Any, options: dict[str, Any], max_pause: float, beside: bool
 ) -> None:
-    assert run_distributed(_paused, 2, move, options, total_bytes, timeout=60) == [(beside, True)] * 2
+    assert run_distributed(_paused, 2, move, options, max_pause, timeout=60) == [(beside, True)] * 2
 
 
-def _tracked() -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the priority and size of what a lane has others see, and the number of lanes while it is there and after."""
+def _tracked() -> tuple[list[int], list[int]]:
+    """Return the priorities of what a lane has others see, and the number of lanes while it is there and after."""
     seen, track = [], PRIORITY_GATE.track
-    PRIORITY_GATE.track = lambda options, total: seen.append((options.priority, total)) or track(options, total)
+    PRIORITY_GATE.track = lambda priority: seen.append(priority) or track(priority)
     group = make_group(priority=3)
     assert everyone_sends(group, rows=100)
     group.exchange(torch.empty(LENGTH), torch.ones(LENGTH), *([0, LENGTH] if group.rank() == 0 else [LENGTH, 0] for _ in "ab"))
@@ -194,7 +186,7 @@ def _tracked() -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def test_other_lanes_see_what_a_lane_runs() -> None:
-    assert run_distributed(_tracked, 2) == [([(3, 800), (3, 4 * LENGTH)], [1, 0])] * 2
+    assert run_distributed(_tracked, 2) == [([3, 3], [1, 0])] * 2
 
 
 def _order() -> tuple[list[int], list[str], bool]:

@@ -13,13 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import native, process_group
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions, native, process_group
+from lightning_freescale.comm.options import LazyGlooOptions, OverlapOptions
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_cuda import FakeNccl, cuda_tensor, messages_of, pretend_cuda
 
 CUDA = torch.device("cuda")
+
+
+def _lazy_group(timeout: float = 40.0) -> Any:
+    return dist.new_group(backend="freescale", timeout=timedelta(seconds=timeout), pg_options=LazyGlooOptions())
 
 
 class _Inner:
@@ -87,17 +92,17 @@ def test_nccl_takes_no_more_than_the_lane_gives_it_and_an_abort_ends_what_it_has
     def run() -> Any:
         pretend_cuda(f"gpu {dist.get_rank()}")
         given = []
-        for ctas in (None, 5):
+        for options in (ProcessGroupFreeScaleOptions("native"), OverlapOptions("native")):
             config = SimpleNamespace()
             FakeNccl.Options = lambda config=config: SimpleNamespace(config=config)
-            group = make_group(transport="native", nccl_ctas=ctas)
+            group = dist.new_group(backend="freescale", pg_options=options)
             given.append(vars(config))
         aborted: list[Any] = []
         FakeNccl.abort = lambda nccl: aborted.append(nccl)
         group.abort()
         return given, aborted == FakeNccl.made[-1:]
 
-    assert run_distributed(run, 2) == [([{}, {"max_ctas": 5}], True)] * 2
+    assert run_distributed(run, 2) == [([{}, {"max_ctas": 8}], True)] * 2
 
 
 def test_a_group_that_was_made_before_cuda_was_in_use_takes_no_cuda_tensors() -> None:
@@ -161,7 +166,7 @@ def test_only_lanes_that_use_nccl_connect_it_before_the_first_step_and_let_strea
 
 def test_gloo_is_connected_as_a_group_is_made_or_at_the_first_collective_of_a_lazy_one() -> None:
     def run() -> list[bool]:
-        groups = [make_group(lazy_gloo=lazy) for lazy in (False, True)]
+        groups = [make_group(), _lazy_group()]
         before = [group._backends._gloo is not None for group in groups]
         for group in groups:
             assert everyone_sends(group)
@@ -173,7 +178,7 @@ def test_gloo_is_connected_as_a_group_is_made_or_at_the_first_collective_of_a_la
 
 def test_lazy_groups_of_several_threads_do_not_wait_for_each_other_crosswise() -> None:
     def run() -> list[float]:
-        groups, sums = [make_group(lazy_gloo=True) for _ in range(2)], [torch.ones(1) for _ in range(2)]
+        groups, sums = [_lazy_group() for _ in range(2)], [torch.ones(1) for _ in range(2)]
         threads = [
             threading.Thread(target=dist.all_reduce, args=(each,), kwargs={"group": group}) for each, group in zip(sums, groups)
         ]
@@ -190,7 +195,7 @@ def test_lazy_groups_of_several_threads_do_not_wait_for_each_other_crosswise() -
 
 def test_gloo_that_is_lazy_names_the_rank_that_does_not_come() -> None:
     def run() -> Any:
-        group, told = make_group(lazy_gloo=True, timeout=1.0), set()
+        group, told = _lazy_group(timeout=1.0), set()
         if dist.get_rank() == 0:
             told = {outcome(dist.all_reduce, torch.ones(1), group=group).text for _ in range(2)}
         dist.monitored_barrier(timeout=timedelta(seconds=60))

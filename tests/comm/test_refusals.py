@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.options import MIN_PINNED_CHUNKS, TRANSPORTS
+from lightning_freescale.comm.options import MAX_CHUNK_BYTES, TRANSPORTS
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
@@ -145,17 +145,11 @@ OUT_OF_RANGE: list[dict[str, Any]] = [
     {"transport": "pigeon"},
     {"chunk_bytes": 0},
     {"chunk_bytes": -5},
-    {"preempt_below_bytes": -1},
-    {"max_pause_seconds": -0.1},
-    {"nccl_ctas": 0},
-    {"nccl_ctas": 65},
-    {"pinned_bytes": 100 * MIN_PINNED_CHUNKS - 1, "chunk_bytes": 100},
-    {"peer_bytes": 2**20 - 1},
+    {"chunk_bytes": MAX_CHUNK_BYTES + 1},
 ]
 ALLOWED: list[dict[str, Any]] = [
-    {"chunk_bytes": 1, "pinned_bytes": MIN_PINNED_CHUNKS},
-    {"preempt_below_bytes": 0, "max_pause_seconds": 0, "priority": -7, "peer_bytes": 2**20},
-    *({"nccl_ctas": count} for count in (1, 64)),
+    {"chunk_bytes": 1, "priority": -7},
+    {"chunk_bytes": MAX_CHUNK_BYTES},
     *({"transport": name} for name in ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")),
 ]
 

@@ -22,7 +22,7 @@ from lightning_freescale.comm.transports.peer.transport import PeerTransport
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
 from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
-_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "pinned_bytes", "peer_bytes", "priority", "nccl_ctas", "lazy_gloo")
+_SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "priority")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
@@ -150,7 +150,7 @@ def build_transport(
             communicator = NcclCommunicator(p2p.rank, p2p.size, options.chunk_bytes, store, timeout, device)
             return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size), ""
         driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
-        chunk = SymmetricBuffer.largest_chunk(len(near), options.peer_bytes)
+        chunk = SymmetricBuffer.largest_chunk(len(near))
         buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
         peer = PeerTransport(driver, buffer, near, p2p.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""

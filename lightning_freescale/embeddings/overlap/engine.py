@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.comm import BACKEND, ProcessGroupFreeScaleOptions
+from lightning_freescale.comm import BACKEND
+from lightning_freescale.comm.options import OverlapOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
@@ -31,9 +32,6 @@ from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
 """Of one lookup, or of each of several."""
-
-_NCCL_CTAS = 8
-"""What NCCL takes from the model's compute beside it, and from DDP's all-reduce, which has to fit on the device as well."""
 
 
 class OverlapEngine:
@@ -115,7 +113,7 @@ class OverlapEngine:
         self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None
     ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
-        lane = ProcessGroupFreeScaleOptions(self._transport, name=collection.path, nccl_ctas=_NCCL_CTAS, lazy_gloo=True)
+        lane = OverlapOptions(self._transport, name=collection.path)
         group: Any = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
         group.connect()  # now, not in a step
         proxies = self._proxy_groups(collection.path, order) if self._two_level else None
@@ -135,9 +133,7 @@ class OverlapEngine:
         mine = []
         for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
             for ranks in sets:
-                lane = ProcessGroupFreeScaleOptions(
-                    self._transport, name=f"{path} ({kind})", nccl_ctas=_NCCL_CTAS, lazy_gloo=True
-                )
+                lane = OverlapOptions(self._transport, name=f"{path} ({kind})")
                 group: Any = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
                 if dist.get_rank() in ranks:
                     mine.append(group)

@@ -25,7 +25,7 @@ from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transfer import DTYPES, RankBuffers, Transfer
 from lightning_freescale.comm.transports.host.staging import DeviceStaging, HostStaging, PinnedPool
-from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.host.transport import PINNED_BYTES, HostTransport
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import nothing_left, pinned_in_use
 from tests.helpers.fake_gpu import FakeStream
@@ -59,8 +59,8 @@ def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
     return transfer
 
 
-def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, **options: Any) -> HostTransport:
-    host = HostTransport(p2p, ProcessGroupFreeScaleOptions(chunk_bytes=chunk, **options))
+def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, pinned_bytes: int = PINNED_BYTES) -> HostTransport:
+    host = HostTransport(p2p, ProcessGroupFreeScaleOptions(chunk_bytes=chunk), pinned_bytes)
     host._stagings[DEVICE] = staging or HostStaging()
     return host
 
@@ -183,7 +183,7 @@ def _staged(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
     p2p, api, wrong, most = make_p2p(), Api(), 0, 0
     draw, caller = random.Random(chunk), FakeStream(delay=0.002 + 0.01 * (p2p.rank == 1))  # chunks come before rank 1 is ready
     staging = _staging(api, pinned_bytes)
-    host = make_host(p2p, chunk, staging, pinned_bytes=pinned_bytes)
+    host = make_host(p2p, chunk, staging, pinned_bytes)
     for number in range(cases):
         sizes = draw_sizes(draw, p2p.size, chunk)
         given = make_transfer(sizes, p2p.rank, number)
@@ -246,7 +246,7 @@ def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
 def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
-    host = HostTransport(Mock(), ProcessGroupFreeScaleOptions(pinned_bytes=1000, chunk_bytes=10))
+    host = HostTransport(Mock(), ProcessGroupFreeScaleOptions(chunk_bytes=10), pinned_bytes=1000)
     gpus = [torch.device("cuda", index) for index in (1, 0)]
     first, other = map(host._staging, gpus)
     assert first is not other and first is host._staging(gpus[0])

@@ -16,12 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.options import MIN_PINNED_CHUNKS, ProcessGroupFreeScaleOptions
+from lightning_freescale.comm.options import MAX_CHUNK_BYTES, ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.priority import PRIORITY_GATE
 from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.host.staging import DeviceStaging, HostCopy, HostStaging, Staging
 
+MIN_PINNED_CHUNKS = 16
+"""Chunks that the pinned memory must hold: two in flight and two more to arrive, in size classes that are powers of two, in
+each of two directions."""
+PINNED_BYTES = MIN_PINNED_CHUNKS * MAX_CHUNK_BYTES
+"""Bound of the host memory that a lane pins for CUDA tensors."""
 _TAGGED_BYTES = 2**20
 """Chunk size up to which every size has its own tag."""
 
@@ -29,8 +34,8 @@ _TAGGED_BYTES = 2**20
 class HostTransport:
     """Moves CPU and CUDA tensors over a :class:`GlooP2P`."""
 
-    def __init__(self, p2p: GlooP2P, options: ProcessGroupFreeScaleOptions) -> None:
-        self._p2p, self._options = p2p, options
+    def __init__(self, p2p: GlooP2P, options: ProcessGroupFreeScaleOptions, pinned_bytes: int = PINNED_BYTES) -> None:
+        self._p2p, self._options, self._pinned_bytes = p2p, options, pinned_bytes
         self._stagings: dict[torch.device, DeviceStaging] = {}
 
     def start_transfer(self, transfer: Transfer, ranks: Collection[int] | None = None) -> Callable[[Callable[[], None]], None]:
@@ -40,7 +45,8 @@ class HostTransport:
             What fills ``transfer.incoming``, that of ``ranks`` only, if given; as :meth:`move`.
         """
         included = range(self._p2p.size) if ranks is None else ranks
-        schedule = P2PSchedule(self._p2p, self._staging(transfer.device), transfer, self._options, included)
+        most = min(64, self._pinned_bytes // (MIN_PINNED_CHUNKS // 2 * self._options.chunk_bytes))
+        schedule = P2PSchedule(self._p2p, self._staging(transfer.device), transfer, self._options, most, included)
         schedule.start()
         return schedule.complete
 
@@ -58,7 +64,7 @@ class HostTransport:
         if device.type == "cpu":
             return HostStaging()
         if device not in self._stagings:
-            self._stagings[device] = DeviceStaging(device, self._options.pinned_bytes)
+            self._stagings[device] = DeviceStaging(device, self._pinned_bytes)
         return self._stagings[device]
 
 
@@ -90,14 +96,19 @@ class P2PSchedule:
     """
 
     def __init__(
-        self, p2p: GlooP2P, staging: Staging, transfer: Transfer, options: ProcessGroupFreeScaleOptions, ranks: Collection[int]
+        self,
+        p2p: GlooP2P,
+        staging: Staging,
+        transfer: Transfer,
+        options: ProcessGroupFreeScaleOptions,
+        most: int,
+        ranks: Collection[int],
     ) -> None:
         self._p2p, self._staging, self._transfer = p2p, staging, transfer
         self._chunk = options.chunk_bytes
         # On shaped links with 8 ranks, two rounds of 1 MiB took 1.3 times the ideal, six 1.06 to 1.1.
         self._in_flight_seconds, fewest = (0.002, 2) if PRIORITY_GATE.has_higher_lane(options.priority) else (0.02, 6)
-        self._most = min(64, options.pinned_bytes // (MIN_PINNED_CHUNKS // 2 * options.chunk_bytes))
-        self._fewest = min(fewest, self._most)
+        self._most, self._fewest = most, min(fewest, most)
         self._includes_self = p2p.rank in ranks
         outgoing, incoming = (
             [self._split(part) if rank in ranks else () for rank, part in enumerate(parts)]

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lightning_freescale.comm.transports.cuda_driver import align
 
+PEER_BYTES = 256 * 1024 * 1024
+"""Memory that ``"peer"`` and ``"two-level"`` take on every GPU for each lane: two chunks for every other rank of the domain. So
+half of it is what a rank sends in one round, after which the lane may pause."""
 _ALIGN = 256
 """Bytes, as copy engines like it."""
 _group_numbers = count()
@@ -43,7 +46,7 @@ class SymmetricBuffer:
         return align(4 * (2 * size + 1), _ALIGN) + 2 * (size - 1) * align(chunk, _ALIGN)
 
     @staticmethod
-    def largest_chunk(size: int, slot_bytes: int) -> int:
+    def largest_chunk(size: int, slot_bytes: int = PEER_BYTES) -> int:
         """Return the bytes of a chunk, a multiple of 256, with which the slots for ``size`` ranks take ``slot_bytes``."""
         return max(slot_bytes // (2 * max(size - 1, 1)) // _ALIGN, 1) * _ALIGN
 

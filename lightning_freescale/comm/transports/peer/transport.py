@@ -30,8 +30,8 @@ class PeerTransport:
     the receiver's stream waits for the count, copies the slot to its place, and counts it as consumed in the sender's memory.
     Waits are stream memory operations, chunks and counts are given to copy engines, so no kernel is launched (within a GPU as
     far as :class:`CudaDriver` can ask for it). A round, of a chunk to and from every peer, takes nine driver calls or less,
-    so chunks should be large: the option ``peer_bytes`` is what the slots take on every GPU, two chunks for every peer.
-    A round sends half of that, with the default 128 MiB, a third of a millisecond at 400 GB/s.
+    so chunks should be large: ``PEER_BYTES`` is what the slots take on every GPU, two chunks for every peer. A round
+    sends half of that, 128 MiB, a third of a millisecond at 400 GB/s.
 
     If a peer does not come in time, this rank tells its peers that it gives up, and then writes the counts itself that its
     streams wait for, so that they drain. What they copy then is wrong; every rank looks whether a peer has given up before it
