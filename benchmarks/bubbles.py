@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -53,7 +54,8 @@ def main() -> None:
     slept = np.zeros((options.steps, len(SLEPT)))
     model = Sleeper(options.kib * 1024, slow[rank], slept)
     folder = Path(mkdtemp(prefix="bubbles"))
-    profiler = BubbleProfiler(folder, every_n_steps=10, warmup_steps=2, lengths_fn=lambda batch: batch.tolist(), verbose=False)
+    profiler = BubbleProfiler(folder, every_n_steps=10, lengths_fn=lambda batch: batch.tolist(), verbose=False)
+    profiler.options = replace(profiler.options, warmup_steps=2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         strategy="ddp", accelerator="cpu", devices=1, num_nodes=world, max_epochs=1, callbacks=[profiler],

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
     )
     with tempfile.TemporaryDirectory() as folder:
         first_epoch = len(data.sampler(0, RANKS))
-        profiler = BubbleProfiler(folder, verbose=False, trace_steps=0, warmup_steps=first_epoch)
+        profiler = BubbleProfiler(folder, verbose=False, trace_steps=0)
+        profiler.options = replace(profiler.options, warmup_steps=first_epoch)
         torch.manual_seed(0)
         trainer = L.Trainer(
             strategy="freescale",

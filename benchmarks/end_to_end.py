@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def main() -> None:
         _show(figures, options)
         if options.profile is not None:
             reports = [read(options.profile / name / "report.json") for name in options.variants]
+            for name, document in zip(options.variants, reports):
+                document["run"]["label"] = LABELS.get(name, name)
             print("page:", write_page(options.profile / "report.html", reports))
     finish_on_all_ranks(figures, options)
 
@@ -195,9 +198,11 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
         data, data.lengths, options.batch, cost=lambda lengths: lengths, collate_fn=_collate, balance=balance, seed=seed,
         loss_reduction="target_mean", micro_batches=micro_batches,
     )  # fmt: skip
-    profiled = [] if options.profile is None else [
-        BubbleProfiler(options.profile / name, label=LABELS.get(name, name), warmup_steps=SKIPPED, verbose=False)
-    ]  # fmt: skip
+    profiled: list[Any] = []
+    if options.profile is not None:
+        profiler = BubbleProfiler(options.profile / name, verbose=False)
+        profiler.options = replace(profiler.options, warmup_steps=SKIPPED)
+        profiled = [profiler]
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, num_nodes=world, callbacks=profiled,
         max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

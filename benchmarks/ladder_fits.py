@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -148,7 +148,8 @@ def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) 
         micro_batches=choices.pop("micro_batches", 1),
     )  # fmt: skip
     strategy = FreeScaleStrategy(**choices)
-    profiler = BubbleProfiler(mkdtemp(), warmup_steps=end_to_end.SKIPPED, verbose=False)
+    profiler = BubbleProfiler(mkdtemp(), verbose=False)
+    profiler.options = replace(profiler.options, warmup_steps=end_to_end.SKIPPED)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]), max_epochs=-1, logger=False,

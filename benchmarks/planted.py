@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -148,7 +148,8 @@ def profile(setting: str, planted: Planted, steps: int) -> dict[str, Any]:
     )  # fmt: skip
     strategy: Any = "ddp" if setting == "ddp" else FreeScaleStrategy(exchange="flat" if "overlapped" in setting else "torchrec")
     with TemporaryDirectory() as folder:
-        profiler = BubbleProfiler(folder, every_n_steps=10, warmup_steps=WARMUP, trace_steps=0, verbose=False)
+        profiler = BubbleProfiler(folder, every_n_steps=10, trace_steps=0, verbose=False)
+        profiler.options = replace(profiler.options, warmup_steps=WARMUP)
         trainer = L.Trainer(
             strategy=strategy, accelerator="cpu", devices=1, num_nodes=world, max_epochs=1, callbacks=[profiler],
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

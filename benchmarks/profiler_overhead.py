@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -97,7 +98,8 @@ class Times(L.Callback):
 
 def _run(options: Any, profiled: bool) -> tuple[Any, float | None]:
     times, steps = Times(), options.windows * WINDOW
-    profiler = BubbleProfiler(mkdtemp(prefix="overhead"), every_n_steps=WINDOW, warmup_steps=WARMUP, verbose=False)
+    profiler = BubbleProfiler(mkdtemp(prefix="overhead"), every_n_steps=WINDOW, verbose=False)
+    profiler.options = replace(profiler.options, warmup_steps=WARMUP)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         strategy="ddp", accelerator="cpu", devices=options.ranks, max_epochs=1, use_distributed_sampler=False,

@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace, name: str, balance: bool, **chosen: bool) 
     )
     data.collate_fn = CollateWithNegatives(data.histories.num_items)
     model = HSTURecommender(num_items=data.histories.num_items)
-    profiler = BubbleProfiler(options.out / name.strip("+ ").replace(" ", "_"), label=name, verbose=False)
+    profiler = BubbleProfiler(options.out / name.strip("+ ").replace(" ", "_"), verbose=False)
     trainer = L.Trainer(
         strategy=FreeScaleStrategy(**chosen),
         accelerator="cpu",

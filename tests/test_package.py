@@ -165,14 +165,14 @@ seed_everything: 1
 trainer:
   accelerator: cpu
   devices: 2
-  max_steps: 3
+  max_steps: 7
   limit_val_batches: 2
   limit_test_batches: 2
   logger: false
   enable_checkpointing: false
   enable_progress_bar: false
   strategy: {class_path: lightning_freescale.FreeScaleStrategy, init_args: {checkpoint: single}}
-  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {warmup_steps: 0, trace_steps: 0}}]
+  callbacks: [{class_path: lightning_freescale.BubbleProfiler, init_args: {trace_steps: 0}}]
   default_root_dir: FOLDER
 data: {balance: {assignment_mode: slack}, num_workers: 1}
 """
@@ -198,7 +198,7 @@ def test_command_line_with_yaml(tmp_path: Path) -> None:
     line = [str(EXAMPLE), "fit", "--config", str(ROOT / "examples/configs/ml-latest-small.yaml"), "--config", str(path)]
     (code, printed, told), (other, *_) = run_distributed(_forked, 2, line, init=False)
     assert code == other == 0, told[-3000:]
-    assert "2 ranks on cpu, 3 steps" in printed
+    assert "2 ranks on cpu, 2 steps" in printed
 
 
 def _strategy_of(*options: str) -> FreeScaleStrategy:
@@ -242,9 +242,9 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     metadata = message_from_string(wheel.read(f"{METADATA}/METADATA").decode())
     assert metadata["Version"] == lightning_freescale.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert f"{METADATA}/licenses/LICENSE" in wheel.namelist()
-    written = ConfigParser()
+    written, module = ConfigParser(), "lightning_freescale.command_line.profiled_script"
     written.read_string(wheel.read(f"{METADATA}/entry_points.txt").decode())
     assert {name: dict(section) for name, section in written.items() if name.endswith("callbacks_factory")} == {
-        "lightning.pytorch.callbacks_factory": {"freescale": "lightning_freescale.profile:callbacks_of_run"},
-        "pytorch_lightning.callbacks_factory": {"freescale": "lightning_freescale.profile:refuse_other_trainer"},
+        "lightning.pytorch.callbacks_factory": {"freescale": f"{module}:callbacks_of_run"},
+        "pytorch_lightning.callbacks_factory": {"freescale": f"{module}:refuse_other_trainer"},
     }

@@ -97,11 +97,9 @@ def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
 
     from lightning_freescale import BubbleProfiler
 
-    steps = Steps(warmup=4, timed=16)
+    steps = Steps(warmup=5, timed=16)
     with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:  # its files say no more than the row does
-        profiler = BubbleProfiler(
-            folder, label=f"{model}, {way}", every_n_steps=4, warmup_steps=4, torch_profiler_steps=3, verbose=False
-        )
+        profiler = BubbleProfiler(folder, every_n_steps=4, torch_profiler_steps=3, verbose=False)
         trials.fit(model, way, steps, (profiler,))
     if profiler.report is None:
         raise RuntimeError("BubbleProfiler has no report")

@@ -6,12 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale.profiling.recording.observed_work import replaced
 
 
 class ProgressLine:
-    """A text among the metrics of the Trainer's progress bar, whichever that is; where there is none, a line of the log.
+    """A text among the metrics of the Trainer's progress bar; nothing if the Trainer has no bar.
 
     Args:
         name: of the metric; a metric of the user's that has this name keeps it, and the text's becomes ``freescale/name``.
@@ -19,15 +19,13 @@ class ProgressLine:
 
     def __init__(self, name: str) -> None:
         self._name, self._text = name, ""
-        self._on_bar = False
 
     @contextmanager
     def beside_bar(self, trainer: Trainer) -> Generator[None, None, None]:
         """Have the Trainer's bar show the text meanwhile; the bar's class and the logged metrics stay as they are."""
         bar: Any = trainer.progress_bar_callback
         self._text = ""
-        self._on_bar = bar is not None and getattr(bar, "is_enabled", True)
-        if not self._on_bar:
+        if bar is None or not getattr(bar, "is_enabled", True):
             yield
             return
         run_get_metrics = bar.get_metrics
@@ -43,7 +41,5 @@ class ProgressLine:
             yield
 
     def show(self, text: str) -> None:
-        """Show a text in place of the one before, from the next time on that the bar is drawn; call it on rank 0."""
+        """Replace the text; the bar shows it when it is drawn next."""
         self._text = text
-        if not self._on_bar:
-            rank_zero_info(f"{self._name}: {text}")

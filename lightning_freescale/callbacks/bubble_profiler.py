@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -26,7 +26,7 @@ from lightning_freescale._lightning.progress_line import ProgressLine
 from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale.callbacks.loggers import log_report
 from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
-from lightning_freescale.profiling.hanging.watch import HangWatch, check_options
+from lightning_freescale.profiling.hanging.watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
@@ -34,46 +34,41 @@ from lightning_freescale.profiling.reporting.live import live_text
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import verdict_line
 
+_FOLDER = "bubbles"
+
 
 class BubbleProfiler(Callback):
     """Splits every training step of every rank into data wait, compute, straggler wait, transfer and host overhead.
 
     Works under any strategy that runs one process per device, such as ``"ddp"``, and changes no number. When training ends it
-    prints a summary and writes ``report.json``, ``report.html`` and ``trace.json``; meanwhile it logs
-    ``freescale/bubble/...`` scalars through the Trainer's loggers and keeps ``report.json`` up to date. It never synchronizes
-    the device within an epoch, and its collectives are on a process group of its own.
+    prints a summary, writes ``report.json``, ``report.html`` and ``trace.json``, and gives the report to loggers of Weights and
+    Biases, MLflow and TensorBoard. During training it logs ``freescale/bubble/...`` scalars through the Trainer's loggers and
+    keeps ``report.json`` up to date. It never synchronizes the device within an epoch, and its collectives are on a process
+    group of its own.
+
+    The report leaves out the first 5 steps of a fit, and covers the last 2000 of the others. It names the run after the folder
+    ``dirpath``, or after the strategy if that folder is called ``bubbles``.
+
+    If no step ends for a while, or a rank receives SIGUSR2, one rank prints where all ranks are and writes ``hang.json``. See
+    :class:`~lightning_freescale.profiling.HangWatch`.
 
     Args:
         dirpath: folder to write to; ``bubbles`` in the logger's folder if not given.
-        label: name of the run in its report; the strategy's if not given.
         every_n_steps: how often the ranks exchange their records, and log.
-        warmup_steps: first steps to leave out.
-        max_steps: the report covers this many steps at most, the last ones.
         trace_steps: how many of the last steps go into the trace; 0 for no trace. With more than 64 ranks fewer, 3200 steps
             times ranks in all.
-        torch_profiler_steps: run ``torch.profiler`` over this many steps after the first exchange; they are in the trace, and
-            out of the report. What torch writes of them is in a file per rank of the folder ``torch_profiler``.
-        lengths_fn: gives the history lengths of a batch's samples, to tell what of the imbalance lies in the data; with
-            :class:`FreeScaleDataModule` they are known.
-        live: show the bubble of the last ``every_n_steps``, its largest cause and the slowest rank beside the progress bar, or
-            as a line of the log where there is no bar.
-        hang_timeout: seconds in which no step ends, nor a batch of validation, until all ranks that can be reached are asked
-            where they stand: in which exchange and since when, where in the code, who has not come to that exchange. One rank
-            prints the table and writes ``hang.json``; training is left alone. ``"auto"``: 20 times the median step and at least
-            60 s, so that a slow batch is no hang, and a run whose collectives give up after minutes is told of before; 600 s
-            before the fourth step has ended, because first steps compile, and while a checkpoint is saved. None: only when
-            asked.
-        hang_signal: name of the signal by which any rank is asked for that table at once; None for none. Not the one that
-            SLURM sends for Lightning's requeueing, ``"SIGUSR1"``. A handler that somebody else has installed stays.
-        log_files: when training has ended well, give the report to Weights & Biases (the page, and the files as an artifact),
-            MLflow (the files) and TensorBoard (summary and picture), if the Trainer has their logger.
-        verbose: print the summary and where the files are, and log the verdict where Lightning's log goes beside the terminal.
+        torch_profiler_steps: run ``torch.profiler`` over this many steps after the first exchange. The trace holds them, the
+            report does not. Each rank leaves torch's own file of them in the folder ``torch_profiler``.
+        lengths_fn: returns the history lengths of a batch's samples. With them the report can say how much of the imbalance the
+            data cause; with :class:`FreeScaleDataModule` they are known.
+        verbose: show the bubble of the last ``every_n_steps`` beside the progress bar. At the end print the summary and the
+            paths of the files, and log the verdict where Lightning's log goes beside the terminal.
 
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 once training has ended; None before, and on
             the other ranks.
         overlap: the :class:`~lightning_freescale.embeddings.overlap.OverlapReport` of the fit; None if nothing was overlapped.
-        files: what was written, by ``"report"``, ``"page"`` and ``"trace"``, and ``"hang"`` on the rank that has told of one.
+        files: what was written, by ``"report"``, ``"page"`` and ``"trace"``, and ``"hang"`` on the rank that reported a hang.
 
     Raises:
         ValueError: an argument does not fit, or the Trainer has another BubbleProfiler.
@@ -84,25 +79,16 @@ class BubbleProfiler(Callback):
         self,
         dirpath: str | Path | None = None,
         *,
-        label: str | None = None,
         every_n_steps: int = 50,
-        warmup_steps: int = 5,
-        max_steps: int = 2000,
         trace_steps: int = 50,
         torch_profiler_steps: int = 0,
         lengths_fn: Callable[[Any], Any] | None = None,
-        log_files: bool = True,
-        live: bool = False,
-        hang_timeout: float | Literal["auto"] | None = "auto",
-        hang_signal: str | None = "SIGUSR2",
         verbose: bool = True,
     ) -> None:
-        self.options = ProfilerOptions(every_n_steps, warmup_steps, max_steps, trace_steps, torch_profiler_steps)
-        self.dirpath, self.label = dirpath, label
-        self.lengths_fn, self.live = lengths_fn, live
-        self.log_files, self.verbose = log_files, verbose
-        check_options(hang_timeout, hang_signal)
-        self.hang_timeout, self.hang_signal = hang_timeout, hang_signal
+        self.options = ProfilerOptions(
+            every_n_steps=every_n_steps, trace_steps=trace_steps, torch_profiler_steps=torch_profiler_steps
+        )
+        self.dirpath, self.lengths_fn, self.verbose = dirpath, lengths_fn, verbose
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
@@ -144,22 +130,20 @@ class BubbleProfiler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        dirpath = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "bubbles")
+        dirpath = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / _FOLDER)
         group = self._group
         self._observing.enter_context(collectives_on(self._timeline, ignored_groups=() if group is None else (group,)))
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         self._observing.enter_context(around_saving(trainer, lambda: self._timeline.span("pause", "checkpoint")))
         self._observing.enter_context(before_batches(trainer, self._open_first_step))
-        run = describe_run(trainer, pl_module, self.label)
+        run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name)
         device = trainer.strategy.root_device
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
-        if self.live and trainer.is_global_zero:
+        if self.verbose and trainer.is_global_zero:
             self._observing.enter_context(self._line.beside_bar(trainer))
-        if self.hang_timeout is not None or self.hang_signal is not None:
-            watch = HangWatch(self._timeline, dirpath, hang_timeout=self.hang_timeout, hang_signal=self.hang_signal)
-            self._watch = self._observing.enter_context(watch)
-            if watch.problem is not None:
-                rank_zero_info(f"BubbleProfiler(hang_signal={self.hang_signal!r}) is not listened to: {watch.problem}")
+        self._watch = self._observing.enter_context(HangWatch(self._timeline, dirpath))
+        if self._watch.problem is not None:
+            rank_zero_info(f"BubbleProfiler does not listen to SIGUSR2: {self._watch.problem}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,7 +152,7 @@ class BubbleProfiler(Callback):
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
         self._stop_profiling(report)
-        self._to_log = report if self.log_files else None
+        self._to_log = report
         if trainer.is_global_zero and report is None:
             rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
 
@@ -233,8 +217,7 @@ class BubbleProfiler(Callback):
 
     def _log(self, trainer: Trainer, scalars: dict[str, float] | None) -> None:
         if scalars is not None:
-            if self.live:
-                self._line.show(live_text(scalars))
+            self._line.show(live_text(scalars))
             with self._timeline.span("pause", "loggers"):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=trainer.global_step)

@@ -35,7 +35,7 @@ def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[s
             kept = ", ".join(str(path) for path in files.values())
             rank_zero_warn(
                 f"BubbleProfiler: {type(logger).__name__} did not take the report: {type(error).__name__}: {error}. The files "
-                f"are there: {kept}; BubbleProfiler(log_files=False) leaves them out of loggers"
+                f"are there: {kept}"
             )
 
 

@@ -1,1 +1,1 @@
-"""What ``freescale`` does on the command line."""
+"""The commands of ``freescale``."""

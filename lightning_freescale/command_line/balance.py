@@ -18,11 +18,11 @@ from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Do it; exits with 2 and says what is wrong if it cannot."""
+    """Run the command; exits with 2 and an error message if it cannot."""
     if arguments[:1] in (["simulate"], ["fit"]):
         main(arguments, f"freescale {command}")
         return
-    parser = new_parser(command)
+    parser = _new_parser(command)
     options = parser.parse_args(arguments)
     try:
         lengths, cost = read_lengths(options.lengths, options.column), CostModel()
@@ -49,8 +49,7 @@ def run(command: str, arguments: list[str]) -> None:
         parser.exit(2, f"{command}: {error}\n")
 
 
-def new_parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of what follows the command."""
+def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)

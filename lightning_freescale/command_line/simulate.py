@@ -36,8 +36,8 @@ _OF_LOAD = {  # option: field, unit, factor
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Do it; exits with 2 and says what is wrong if it cannot."""
-    parser = new_parser(command)
+    """Run the command; exits with 2 and an error message if it cannot."""
+    parser = _new_parser(command)
     options = parser.parse_args(arguments)
     try:
         _simulate(options)
@@ -138,8 +138,7 @@ def _variants(options: argparse.Namespace) -> Mapping[str, Techniques]:
     return variants
 
 
-def new_parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of what follows the command."""
+def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=f"example: {_EXAMPLE}")
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)

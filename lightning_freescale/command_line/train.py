@@ -9,16 +9,13 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_freescale._lightning.loops import LightningDataModule, LightningModule
 
-if TYPE_CHECKING:
-    import argparse
-
 
 def run(command: str, arguments: list[str]) -> None:
-    """Do it; exits with 2 and says what is wrong if it cannot."""
+    """Run the command; exits with 2 and an error message if it cannot."""
     try:
         from jsonargparse import ActionConfigFile
 
@@ -47,15 +44,6 @@ def run(command: str, arguments: list[str]) -> None:
         # without a logger it goes into this folder, where the user's own may be called config.yaml
         save_config_kwargs={"config_filename": "run_config.yaml", "overwrite": True},
     )
-
-
-def new_parser(command: str) -> argparse.ArgumentParser:
-    """Return the parser of what follows the command; classes that a config names have options of their own beside these."""
-    from jsonargparse import capture_parser
-
-    commands = next(action.choices for action in capture_parser(run, command, [])._actions if action.dest == "subcommand")
-    parser: argparse.ArgumentParser = dict(commands or {})[command]
-    return parser
 
 
 def _nearest(message: str, parser: Any) -> str:

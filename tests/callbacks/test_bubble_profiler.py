@@ -68,7 +68,7 @@ def _loader(data: Samples, **options: Any) -> FreeScaleDataModule:
 
 def _recommended(module: Recommender, folder: Path) -> tuple[BubbleReport | None, dict[str, Path], str]:
     torch.manual_seed(0)
-    callback, logger = BubbleProfiler(every_n_steps=4, warmup_steps=2, verbose=False), CSVLogger(folder)
+    callback, logger = profiler(None, warmup_steps=2), CSVLogger(folder)
     fitted = trainer(devices=2, callbacks=[callback], logger=logger, log_every_n_steps=1, val_check_interval=3)
     fitted.fit(module, _loader(SlowSamples(8 * STEPS), val_dataset=Samples(8)))
     assert (callback.report is None) == (not fitted.is_global_zero)
@@ -308,7 +308,7 @@ def test_a_resumed_run_has_all_of_its_steps_and_no_spike(tmp_path: Path) -> None
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    for argument in ("every_n_steps", "max_steps", "warmup_steps", "trace_steps", "torch_profiler_steps"):
+    for argument in ("every_n_steps", "trace_steps", "torch_profiler_steps"):
         with pytest.raises(ValueError, match=rf"{argument}=-1"):
             BubbleProfiler(**{argument: -1})
     with pytest.raises(ValueError, match="BubbleProfilers"):

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_freescale.callbacks import bubble_profiler
+from lightning_freescale.profiling import HangWatch
 from lightning_freescale.testing import run_distributed
 from tests.helpers.plain_modules import Plain, Rows, fit, profiler
 
@@ -99,13 +102,13 @@ def _no_thread_is_left() -> bool:
     return not [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
 
 
-def _trained(folder: Path, how: Any = None, rank: int = 1, **options: Any) -> tuple[list[float], dict[str, Path]]:
+def _trained(folder: Path, how: Any = None, rank: int = 1, timeout: float | None = 1.5) -> tuple[list[float], dict[str, Path]]:
     """Losses, and files; ``how`` a rank hangs, ``"loader"`` where its data come late."""
-    options = {"hang_timeout": 1.5, **options}
+    bubble_profiler.HangWatch = partial(HangWatch, hang_timeout=timeout)
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     size = int(os.environ["WORLD_SIZE"])
-    module, callback = Hanging(None if how == "loader" else how, rank, folder), profiler(folder, **options)
+    module, callback = Hanging(None if how == "loader" else how, rank, folder), profiler(folder)
     rows = SlowRows(2 * STEPS * size, folder) if how == "loader" else Rows(2 * STEPS * size)
     fit(module, [callback], devices=size, rows=rows)
     assert _no_thread_is_left() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
@@ -123,7 +126,7 @@ HANGS = {
 
 def test_a_late_rank_is_named_and_the_run_goes_on_undisturbed(tmp_path: Path, capfd: Any) -> None:
     def run() -> dict[str, Any]:
-        return {name: _trained(tmp_path / name, how, hang_timeout=timeout) for name, (how, timeout) in HANGS.items()}
+        return {name: _trained(tmp_path / name, how, timeout=timeout) for name, (how, timeout) in HANGS.items()}
 
     ranks = run_distributed(run, 2, init=False)
     assert not (tmp_path / "calm" / "hang.json").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,51 +142,6 @@ def test_consolidate_leaves_out_what_is_not_weights(tmp_path: Path, capsys: Any,
     (tmp_path / "cut.ckpt").write_bytes(kept.read_bytes()[:100])
     for name, said in (("list.pt", "a list"), ("bare.pt", "state_dict"), ("", "freescale.json"), ("cut.ckpt", "cut.ckpt")):
         assert said in fails("consolidate", tmp_path / name, tmp_path / "new.pt")
-
-
-# -- what a shell completes once it has read the script
-
-LINES = {
-    "con": {"consolidate"},
-    "fit --trainer.max_e": {"--trainer.max_epochs"},
-    "fit --config sh": {"shop.yaml"},
-    "balance simulate --assignment-mode s": {"slack"},
-    "simulate --coll": {"--collision-rate"},
-    "balance --ra": {"--ranks"},
-    "profile co": {"compare"},
-    "profile page --la": {"--label"},
-    "profile run --every": {"--every-n-steps"},
-    "consolidate sh": {"shop.yaml"},
-    "completion z": {"zsh"},
-    "fit --no_such": set(),
-}
-
-
-def test_every_command_is_in_the_script_of_a_shell(tmp_path: Path, capsys: Any) -> None:
-    for shell in ("zsh", "tcsh", "bash"):
-        main(["completion", shell])
-        printed = capsys.readouterr().out
-        assert all(command in printed for command in COMMANDS)
-    (tmp_path / "freescale.bash").write_text(printed)
-    (tmp_path / "shop.yaml").touch()
-    code = "source freescale.bash\ncall=$(complete -p freescale | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
-    for line in (*LINES, ""):
-        words = ["freescale", *line.split(" ")]
-        quoted = " ".join(f"'{word}'" for word in words)
-        code += f"COMPREPLY=(); COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_TYPE=9\n"
-        code += f"$call freescale '{words[-1]}' '{words[-2]}'\n" + 'echo "> ${COMPREPLY[*]}"\n'
-    done = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    *found, commands = (set(line[1:].split()) for line in done.stdout.splitlines() if line.startswith(">"))
-    assert dict(zip(LINES, found, strict=True)) == LINES, done.stderr
-    assert commands >= set(COMMANDS)
-
-
-def test_another_shell_and_a_missing_package_are_refused(fails: Fails, monkeypatch: Any) -> None:
-    told = fails("completion", "fish")
-    assert all(shell in told for shell in ("bash", "zsh", "tcsh"))
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    error = fails("completion", "bash")
-    assert "shtab" in error and "lightning-freescale[cli]" in error
 
 
 # -- simulate

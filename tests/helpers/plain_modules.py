@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,11 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-def profiler(folder: str | Path, **options: Any) -> BubbleProfiler:
+def profiler(folder: str | Path | None, warmup_steps: int = 1, **options: Any) -> BubbleProfiler:
     """A quiet one that exchanges often."""
-    return BubbleProfiler(folder, **{"every_n_steps": 4, "warmup_steps": 1, "verbose": False, **options})
+    callback = BubbleProfiler(folder, **{"every_n_steps": 4, "verbose": False, **options})
+    callback.options = replace(callback.options, warmup_steps=warmup_steps)
+    return callback
 
 
 def fit(module: L.LightningModule, callbacks: list[L.Callback], steps: int = 14, devices: int = 2, **options: Any) -> L.Trainer:

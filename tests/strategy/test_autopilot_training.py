@@ -14,13 +14,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.overrides import _get_current_function_mode_stack
 
-from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
 from lightning_freescale.strategy import autopilot, cost_calibrator, setting_trial
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_modules import AsksEarly
 from tests.helpers.overlap_training import CountingModel, assert_same
+from tests.helpers.plain_modules import profiler
 from tests.helpers.recommender import Samples, collate, trainer
 from tests.strategy.test_autopilot import Clock
 from tests.strategy.test_balance_monitor import Kept
@@ -169,11 +170,11 @@ def _beside_others(folder: str) -> Any:
     cost_calibrator.WINDOW = 12
     logger = Kept()
     _, calibrated = _fit(HELPS, balance=BalanceOptions(calibrate=True), logger=logger)
-    profiler = BubbleProfiler(folder, every_n_steps=20, warmup_steps=1, verbose=False)
-    _, profiled = _fit(HELPS, callbacks=[profiler])
+    profiling = profiler(folder, every_n_steps=20)
+    _, profiled = _fit(HELPS, callbacks=[profiling])
     chosen = [fitting.strategy.chosen_settings["kept"] for fitting in (calibrated, profiled)]
     recording = [fitting.strategy.timeline.enabled for fitting in (calibrated, profiled)]
-    return chosen, recording, len(logger.of("freescale/calibration")), profiler.report and len(profiler.report.steps)
+    return chosen, recording, len(logger.of("freescale/calibration")), profiling.report and len(profiling.report.steps)
 
 
 def test_beside_calibration_and_a_profiler(tmp_path: Any) -> None:

@@ -13,13 +13,14 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.micro_batch_training import SIZE, Model, data, run
 from tests.helpers.overlap_modules import AsksEarly
 from tests.helpers.overlap_training import CountingModel, assert_same
+from tests.helpers.plain_modules import profiler
 from tests.helpers.recommender import Samples, collate, trainer
 
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
@@ -215,11 +216,9 @@ def test_hooks_and_embedding_ids_see_micro_batches_one_by_one() -> None:
 def _profiled(folder: str) -> Any:
     found = []
     for parts in (1, 3):
-        profiler = BubbleProfiler(
-            f"{folder}/{parts}", every_n_steps=2, warmup_steps=1, verbose=False, lengths_fn=lambda batch: batch["label"]
-        )
-        run(parts, FreeScaleStrategy(), callbacks=[profiler], data_options={"drop_last": True})
-        found.append(profiler.report)
+        profiling = profiler(f"{folder}/{parts}", every_n_steps=2, lengths_fn=lambda batch: batch["label"])
+        run(parts, FreeScaleStrategy(), callbacks=[profiling], data_options={"drop_last": True})
+        found.append(profiling.report)
     return [None if report is None else [len(report.steps), report.samples_per_s * report.step_s] for report in found]
 
 
