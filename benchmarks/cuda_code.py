@@ -14,7 +14,7 @@ PACKAGE = "lightning_freescale"
 CONDITIONS = {
     "_objects.py": {"'cpu' in dist.get_backend_config(group)": False},
     "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
-    "comm/native.py": {
+    "comm/collectives/native.py": {
         "on_gpu and (not self._shown)": True,
         "on_gpu": True,
         "any(map(_is_on_gpu, args))": True,
@@ -38,15 +38,15 @@ CONDITIONS = {
 """Conditions that tell of CUDA by other words, and their value there."""
 
 FUNCTIONS = {
-    "comm/native.py": {
+    "comm/collectives/native.py": {
         "NativeBackends.hiding_nccl": "a trial of transports for CUDA tensors calls it",
         "NativeBackends.register_nccl": "NCCL moves CUDA tensors",
         "NativeBackends._make_nccl": "as register_nccl",
     },
-    "comm/sized_exchange.py": {"exchange_with_sizes": "ProcessGroupFreeScale.exchange calls it with CUDA tensors"},
+    "comm/collectives/eager_exchange.py": {"exchange_with_sizes": "ProcessGroupFreeScale.exchange calls it with CUDA tensors"},
     "comm/transports/selection.py": {"build_transport": "transports between GPUs"},
     "comm/transports/topology.py": {"_uuid": "of a GPU", "_linked_devices": "of a GPU"},
-    "comm/transports/host/staging.py": {
+    "comm/transports/host.py": {
         "DeviceStaging": "for tensors on a GPU",
         "PinnedPool": "memory of DeviceStaging",
         "HostCopy.is_ready": "asks the event of a copy from a GPU",
@@ -71,24 +71,22 @@ FUNCTIONS = {
 """Functions, and classes with all of theirs, that run on CUDA alone, with the reason."""
 
 ON_CPU_AS_WELL = {
-    "comm/native.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
+    "comm/collectives/native.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
     "comm/process_group.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
     "comm/transports/topology.py": {"torch.cuda.is_": "asks whether there is CUDA"},
     "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
-    "comm/transports/host/transport.py": {"wait_event": "HostStaging has it, too"},
+    "comm/transports/host.py": {"wait_event": "HostStaging has it, too"},
 }
 """What names CUDA in a line that every device runs, with the reason."""
 
 FILES = {
-    "comm/auto_transport.py": "lanes without GPUs try nothing",
+    "comm/collectives/auto_transport.py": "lanes without GPUs try nothing",
     "comm/transports/cuda_driver.py": "the driver of a GPU",
     "comm/transports/nccl.py": "NCCL moves CUDA tensors",
-    "comm/transports/peer/link.py": "copies between GPUs",
-    "comm/transports/peer/symmetric_buffer.py": "memory of GPUs",
-    "comm/transports/peer/transfer_progress.py": "copies between GPUs",
-    "comm/transports/peer/transport.py": "copies between GPUs",
-    "comm/transports/proof.py": "auto_transport.py runs it",
-    "comm/transports/two_level.py": "copies between GPUs, beside those of the host",
+    "comm/transports/peer_link.py": "copies between GPUs",
+    "comm/transports/symmetric_buffer.py": "memory of GPUs",
+    "comm/transports/peer.py": "copies between GPUs",
+    "comm/collectives/proof.py": "auto_transport.py runs it",
 }
 """Files whose functions run on CUDA alone, with the reason."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 
-from lightning_freescale.comm.attempt_store import attempt_store, is_lent
+from lightning_freescale.comm.faults.attempt_store import attempt_store, is_lent
 
 
 def create_for_attempt(

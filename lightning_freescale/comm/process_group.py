@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
@@ -11,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.auto_transport import settle_transport
-from lightning_freescale.comm.executor import BuffersForRanks, CollectiveExecutor
-from lightning_freescale.comm.native import NativeBackends
+from lightning_freescale.comm.collectives.auto_transport import settle_transport
+from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
+from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
+from lightning_freescale.comm.collectives.native import NativeBackends
+from lightning_freescale.comm.collectives.proof import ProofDevice
+from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.sized_exchange import exchange_with_sizes
-from lightning_freescale.comm.transfer import RankBuffers
-from lightning_freescale.comm.transports.host.transport import HostTransport
-from lightning_freescale.comm.transports.proof import ProofDevice
+from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
-from lightning_freescale.comm.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
+from lightning_freescale.comm.transports.transfer import RankBuffers
 
 BACKEND = "freescale"
 
@@ -336,6 +338,16 @@ for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # some came with torch 2.14
             setattr(ProcessGroupFreeScale, _name, _method(_name))
+
+
+def leave_groups_alone() -> None:
+    """From now on no forked process of this one collects garbage that it has inherited.
+
+    A model that is no longer used, and with it the process groups of its tables, waits for the garbage collector. A worker of a
+    DataLoader that would collect them waits for threads that fork has not copied: it hangs in gloo's destructor, or dies of a
+    segmentation fault.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def register_backend() -> None:

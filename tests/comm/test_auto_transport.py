@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import auto_transport, process_group
-from lightning_freescale.comm.auto_transport import gather_over, settle_transport
-from lightning_freescale.comm.transports import proof
-from lightning_freescale.comm.transports.host.transport import HostTransport
-from lightning_freescale.comm.transports.proof import ProofDevice
+from lightning_freescale.comm import process_group
+from lightning_freescale.comm.collectives import auto_transport, proof
+from lightning_freescale.comm.collectives.auto_transport import gather_over, settle_transport
+from lightning_freescale.comm.collectives.proof import ProofDevice
+from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import TransportRefused
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, lane_threads, make_group

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import eager_exchange
-from lightning_freescale.comm.all_to_all_bytes import exchange_bytes
-from lightning_freescale.comm.sized_exchange import exchange_with_sizes
+from lightning_freescale.comm.collectives import eager_exchange
+from lightning_freescale.comm.collectives.eager_exchange import exchange_bytes, exchange_with_sizes
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import TIMEOUT, everyone_sends, make_group, nothing_left
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import executor as executor_module
-from lightning_freescale.comm import p2p as p2p_module
-from lightning_freescale.comm.handshake import _check_header
-from lightning_freescale.comm.header import Header
-from lightning_freescale.comm.priority import PRIORITY_GATE
-from lightning_freescale.comm.transfer import Transfer
+from lightning_freescale.comm.collectives import executor as executor_module
+from lightning_freescale.comm.collectives.handshake import Header, _check_header
+from lightning_freescale.comm.transports import p2p as p2p_module
+from lightning_freescale.comm.transports.priority import PRIORITY_GATE
+from lightning_freescale.comm.transports.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 

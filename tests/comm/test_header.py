@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_freescale.comm.header import HEADER_BYTES, PAYLOAD_BYTES, Header
+from lightning_freescale.comm.collectives.handshake import HEADER_BYTES, PAYLOAD_BYTES, Header
 
 NUMBERS = st.integers(0, 2**62)
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=32)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import priority as module
-from lightning_freescale.comm.priority import PRIORITY_GATE, Activity, PriorityGate
+from lightning_freescale.comm.transports import priority as module
+from lightning_freescale.comm.transports.priority import PRIORITY_GATE, Activity, PriorityGate
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import TIMEOUT, everyone_sends, lane_threads, make_group
 

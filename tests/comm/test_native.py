@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions, native, process_group
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions, process_group
+from lightning_freescale.comm.collectives import native
 from lightning_freescale.comm.options import LazyGlooOptions, OverlapOptions
-from lightning_freescale.comm.priority import PRIORITY_GATE
+from lightning_freescale.comm.transports.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_cuda import FakeNccl, cuda_tensor, messages_of, pretend_cuda

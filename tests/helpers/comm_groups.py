@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import lightning_freescale.comm  # noqa: F401 (registers the backend)
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.host import HostTransport
 
 TIMEOUT = 40.0
 SOON = 20.0

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.transfer import Transfer
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align, nap
+from lightning_freescale.comm.transports.transfer import Transfer
 
 _ALIGN = 16
 

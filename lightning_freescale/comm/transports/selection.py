@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.p2p import GlooP2P
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
-from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.nccl import NcclCommunicator, ZeroCtaTransport
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
-from lightning_freescale.comm.transports.peer.transport import PeerTransport
+from lightning_freescale.comm.transports.p2p import GlooP2P
+from lightning_freescale.comm.transports.peer import PeerTransport, TwoLevelTransport
+from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
-from lightning_freescale.comm.transports.two_level import TwoLevelTransport
 
 _SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "priority")
 

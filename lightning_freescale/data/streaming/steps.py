@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_freescale.balance.assign import Assignment, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.micro_batches import most_parts
 from lightning_freescale.balance.report import StepBalance
-from lightning_freescale.comm.all_to_all_bytes import exchange_bytes
+from lightning_freescale.comm.collectives.eager_exchange import exchange_bytes
 from lightning_freescale.data.streaming.reader import StreamReader
 
 T = TypeVar("T")

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.p2p import GlooP2P
-from lightning_freescale.comm.transfer import Transfer
-from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports import peer
+from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
-from lightning_freescale.comm.transports.peer import transport as peer
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
-from lightning_freescale.comm.transports.peer.transport import PeerTransport
-from lightning_freescale.comm.transports.two_level import TwoLevelTransport
+from lightning_freescale.comm.transports.p2p import GlooP2P
+from lightning_freescale.comm.transports.peer import PeerTransport, TwoLevelTransport
+from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
+from lightning_freescale.comm.transports.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks, signed
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.transports import proof
-from lightning_freescale.comm.transports.proof import AllToAll, Proof, ProofDevice, Verdict, part_sizes
+from lightning_freescale.comm.collectives import proof
+from lightning_freescale.comm.collectives.proof import AllToAll, Proof, ProofDevice, Verdict, part_sizes
 from lightning_freescale.testing import run_distributed
 
 CHUNK, LARGEST = 1000, 300_000

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale._worker import WorkerThread
-from lightning_freescale.comm.eager_exchange import EagerExchange
-from lightning_freescale.comm.handshake import CollectiveHandshake
+from lightning_freescale.comm.collectives.eager_exchange import EagerExchange
+from lightning_freescale.comm.collectives.handshake import CollectiveHandshake
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.p2p import GlooP2P
-from lightning_freescale.comm.priority import PRIORITY_GATE
-from lightning_freescale.comm.transfer import RankBuffers, Transfer
-from lightning_freescale.comm.transports.host.transport import HostTransport
+from lightning_freescale.comm.transports.host import HostTransport
+from lightning_freescale.comm.transports.p2p import GlooP2P
+from lightning_freescale.comm.transports.priority import PRIORITY_GATE
 from lightning_freescale.comm.transports.selection import Transport, gather_topology, set_up_transport
+from lightning_freescale.comm.transports.transfer import RankBuffers, Transfer
 
 BuffersForRanks = Callable[[int], RankBuffers]
 """Checks tensors and makes their buffers for so many ranks."""

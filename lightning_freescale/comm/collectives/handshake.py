@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_freescale.comm.header import HEADER_BYTES, Header
-from lightning_freescale.comm.p2p import GlooP2P
-from lightning_freescale.comm.transfer import DTYPES, Transfer
+from lightning_freescale.comm.transports.p2p import GlooP2P
+from lightning_freescale.comm.transports.transfer import DTYPES, PAYLOAD_BYTES, Transfer
+
+_FIELDS = struct.Struct("<IIIqqqqI32s")
+HEADER_BYTES = _FIELDS.size + PAYLOAD_BYTES
+_MAGIC = 0x46534331
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says about its part of a collective.
+
+    Attributes:
+        sequence_number: in the lane's order.
+        sends: bytes that the addressee gets.
+        expects: bytes that the addressee should send.
+        largest: the most that any rank gets from the sender.
+        refusal: why the sender cannot take part; empty if it can.
+        payload: the bytes themselves, if they fit.
+        on_gpu: whether the tensors are; then the header has no payload.
+    """
+
+    name: str
+    sequence_number: int
+    sends: int
+    expects: int
+    largest: int
+    dtype_index: int
+    refusal: str = ""
+    payload: Tensor | None = None
+    on_gpu: bool = False
+
+    def pack(self) -> Tensor:
+        """Return the message, uint8 of shape ``[HEADER_BYTES]``."""
+        raw, text = bytearray(HEADER_BYTES), self.refusal.encode()[:PAYLOAD_BYTES]
+        sizes = (self.sequence_number, self.sends, self.expects, self.largest, len(text))
+        _FIELDS.pack_into(raw, 0, _MAGIC, self.dtype_index, self.on_gpu, *sizes, self.name.encode())
+        raw[_FIELDS.size : _FIELDS.size + len(text)] = text
+        packed = torch.frombuffer(raw, dtype=torch.uint8)
+        if self.payload is not None and not text and 0 < self.sends <= PAYLOAD_BYTES:
+            packed[_FIELDS.size : _FIELDS.size + self.sends] = self.payload
+        return packed
+
+    @staticmethod
+    def unpack(raw: bytearray) -> Header:
+        """Read what a peer has packed, ``HEADER_BYTES`` long."""
+        magic, dtype_index, on_gpu, number, sends, expects, largest, length, name = _FIELDS.unpack_from(raw)
+        assert magic == _MAGIC
+        text = raw[_FIELDS.size : _FIELDS.size + length].decode(errors="replace")
+        fits = 0 < sends <= PAYLOAD_BYTES and not text and not on_gpu
+        payload = torch.frombuffer(raw, dtype=torch.uint8, count=sends, offset=_FIELDS.size) if fits else None
+        return Header(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype_index, text, payload, bool(on_gpu))
 
 
 class CollectiveHandshake:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.executor import CollectiveExecutor
+from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.transports.selection import all_gather_json
 
 # User tags are made even and put above those of headers and exchanges, which use the same connections; chunks have odd ones.

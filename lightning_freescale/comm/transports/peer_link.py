@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
-from lightning_freescale.comm.transports.peer.symmetric_buffer import SymmetricBuffer
+from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer
 
 _AHEAD = 4
 """Rounds that are on the streams, so that a rank which is late or has died leaves few behind that must be drained."""

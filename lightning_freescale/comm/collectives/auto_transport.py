@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.executor import CollectiveExecutor
-from lightning_freescale.comm.native import NativeBackends
-from lightning_freescale.comm.transfer import RankBuffers
-from lightning_freescale.comm.transports.proof import AllToAll, Proof, ProofDevice, Verdict, Wait
+from lightning_freescale.comm.collectives.executor import CollectiveExecutor
+from lightning_freescale.comm.collectives.native import NativeBackends
+from lightning_freescale.comm.collectives.proof import AllToAll, Proof, ProofDevice, Verdict, Wait
 from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
+from lightning_freescale.comm.transports.transfer import RankBuffers
 
 _MESSAGE_BYTES = 2048
 _MOST_SECONDS = 60.0

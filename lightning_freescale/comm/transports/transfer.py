@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_freescale.comm.header import PAYLOAD_BYTES
-
+PAYLOAD_BYTES = 944
+"""Bytes of a part that travel in the header of a collective."""
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.complex32),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),

@@ -1,0 +1,1 @@
+"""How the ranks agree on a collective and run it."""

@@ -1,0 +1,1 @@
+"""How ranks that stop, fail or hang are known to the others."""
