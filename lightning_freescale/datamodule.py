@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,55 +13,47 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale._lightning.loader_wrapper import PredictionLoader
 from lightning_freescale._lightning.loops import (
-    GradientAccumulationScheduler,
     LightningDataModule,
     Trainer,
     TrainerFn,
+    batches_per_optimizer_step,
     ended_inside_epoch,
     rank_zero_info,
     rank_zero_warn,
     reload_train_loader,
 )
-from lightning_freescale.balance import BalancedSampler, BlockShuffle, MicroBatchSchedule
-from lightning_freescale.balance.micro_batches import MOST_TRIED
+from lightning_freescale.balance import BalancedSampler, BlockShuffle
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.evaluation_order import EvaluationSampler
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.options import BalanceOptions
+from lightning_freescale.data.plan_arguments import PlanArguments
 from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import needed_arguments
-from lightning_freescale.data.validation import LossReduction, check_loader_options, refuse_unused
+from lightning_freescale.data.validation import LossReduction, check_loader_options
 
 if TYPE_CHECKING:
     from lightning_freescale.data.histories import HistoryDataset, Split
 
 
 class FreeScaleDataModule(LightningDataModule):
-    """Loads training batches whose samples are assigned to the ranks so that all finish together.
+    """Loads training batches whose samples are assigned to the ranks so that all ranks finish together.
 
     Args:
         train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream. The ``StreamingDataset`` of
             litdata and of MosaicML's streaming is read by the numbers of its samples, as a map-style data set.
-        lengths: history length of every training sample, shape ``[samples]``; or a function of one sample: needed for a
-            stream; a map-style data set is read once for it, on every rank.
-        batch_size: samples per rank and step; with ``batch_tokens`` or ``batch_cost``, in validation, test and predict alone.
-        batch_tokens: instead, tokens (lengths, or ``BalanceOptions(tokens=...)``) that a rank may hold in a training step at
-            most. A step has as many samples as then fit whatever is drawn, the same number in all steps, to one, and an epoch
-            as many steps on every rank and in every epoch, see :class:`~lightning_freescale.balance.Budget`. How many of them
-            a rank computes follows from their costs and the limit; the loss is weighed as always. Long and short histories
-            are spread evenly over the steps. Needs a map-style data set.
-        batch_cost: the same for the costs as they were given, which take the place of tokens in reports, too.
+        lengths: history length of every training sample, shape ``[samples]``, or a function of one sample. A stream needs a
+            function; a map-style data set is read once for it, on every rank.
+        batch_size: samples per rank and step; with ``batch_tokens`` only in validation, test and predict.
         cost: predicted compute time. ``"auto"``: ``CostModel()`` of the lengths; on several ranks under strategy
             ``"freescale"`` compute times are measured, until a fit to them improves no more, and from the next epoch on the
             steps are planned by the fit, if it predicts times clearly better. The ranks agree on it, checkpoints keep it.
             From epoch 1 on the plan then depends on the clock, and **two runs agree to rounding, not to the bit**. For runs
             that **repeat to the bit** pass ``balance=BalanceOptions(calibrate=False)``, which stays with ``CostModel()``, or
-            another cost: a function of the array of lengths (and of ``unique_ids``, if given), or instead of ``lengths`` a
-            function of one sample (reads a map-style data set once) or the costs themselves, shape ``[samples]``. Streams
-            are not measured.
-        unique_ids: number of unique ids in every training sample, shape ``[samples]``, if they cost time.
+            another cost: a function of the array of lengths, or the costs themselves, shape ``[samples]``, or without
+            ``lengths`` a function of one sample (reads a map-style data set once). Streams are not measured.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
         val_dataset, test_dataset, predict_dataset: map-style, every sample is loaded once. Prediction loads in order.
             Validation and test load in order, too, unless batches are known to be padded to their longest sample
@@ -72,28 +63,34 @@ class FreeScaleDataModule(LightningDataModule):
             over samples change by rounding alone. A mean over targets does so if it is logged with ``batch_size=`` the number
             of targets. ``limit_val_batches`` and ``limit_test_batches`` select the same samples. Prediction is not grouped,
             because outputs of ``predict_step`` may be anything, and ``trainer.predict`` could not restore their order.
-        balance: assign samples by cost, in the way that :class:`~lightning_freescale.data.BalanceOptions` tell; ``False``
-            leaves them to the ranks as drawn. The samples of a step are the same either way.
+        balance: whether samples are assigned by cost; :class:`~lightning_freescale.data.BalanceOptions` say how. ``False``
+            leaves them on the ranks as drawn. The samples of a step are the same either way.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
             strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
             numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
             they are, for strategies that weigh nothing.
         target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, or a function of one sample
             as ``lengths``; ``lengths`` if not given.
+        batch_tokens: the most tokens (``lengths``, or ``BalanceOptions(tokens=...)``) that a rank may hold in a training
+            step, instead of ``batch_size``. A step then has as many samples as fit, the same number in all steps, to one, and
+            an epoch as many steps on every rank and in every epoch, see :class:`~lightning_freescale.balance.Budget`. Costs
+            and limit determine how many samples each rank computes; the loss is weighed accordingly. Long and short histories
+            are spread evenly over the steps. ``BalanceOptions(tokens=costs)`` limits the cost of a step instead. Needs a
+            map-style data set.
         micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
             other. No row is updated between them, so the exchange of all but the first and the last can hide,
             whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
             schedulers, logging and checkpoints are those of the undivided step, and so is its gradient, to rounding, for losses
             that are a mean (or sum) over samples or targets. ``training_step`` runs once for each part. **Losses that look
             across the samples of a batch**, such as in-batch negatives, and batch normalization see a part only: leave it at 1
-            for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and goes on
+            for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and continues
             with the quickest; with 1, if none wins 1 % or more, if they cannot be timed, or if no exchange is hidden. Needs
             strategy ``"freescale"``. A step has fewer where a rank has fewer samples that weigh something in the loss. Numbers
             that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
             ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch, of all samples or as :class:`~lightning_freescale.balance.BlockShuffle` says; a
-            stream comes in its own.
+            stream keeps its own order.
         seed: seeds the order.
         **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
             default where the Trainer's device is a GPU); for an ``IterableDataset`` only ``num_workers``.
@@ -114,7 +111,6 @@ class FreeScaleDataModule(LightningDataModule):
         batch_size: int = 32,
         *,
         cost: Callable[..., Any] | Sequence[float] | NDArray[Any] | Literal["auto"] = "auto",
-        unique_ids: ArrayLike | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         val_dataset: Dataset[Any] | None = None,
         test_dataset: Dataset[Any] | None = None,
@@ -123,7 +119,6 @@ class FreeScaleDataModule(LightningDataModule):
         loss_reduction: LossReduction = "sample_mean",
         target_counts: ArrayLike | Callable[[Any], float] | None = None,
         batch_tokens: float | None = None,
-        batch_cost: float | None = None,
         micro_batches: int | Literal["auto"] = 1,
         drop_last: bool = False,
         shuffle: bool | BlockShuffle = True,
@@ -131,51 +126,40 @@ class FreeScaleDataModule(LightningDataModule):
         **loader_options: Any,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"FreeScaleDataModule(batch_size={batch_size!r}): pass the samples per rank, at least 1")
-        if not isinstance(balance, (bool, BalanceOptions)):
-            raise ValueError(f"FreeScaleDataModule(balance={balance!r}): pass True, False or BalanceOptions(...)")
-        budgeted = batch_tokens is not None or batch_cost is not None
-        most = MOST_TRIED if budgeted else batch_size
-        if micro_batches != "auto" and not (isinstance(micro_batches, int) and 1 <= micro_batches <= most):
-            raise ValueError(
-                f"FreeScaleDataModule(micro_batches={micro_batches!r}, batch_size={batch_size}): pass 'auto', or a number from "
-                f"1 to {'8, as the number of samples is not given' if budgeted else 'batch_size'}"
-            )
+        self._arguments = arguments = PlanArguments(
+            lengths=lengths,
+            batch_size=batch_size,
+            cost=cost,
+            balance=balance,
+            loss_reduction=loss_reduction,
+            target_counts=target_counts,
+            batch_tokens=batch_tokens,
+            micro_batches=micro_batches,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            seed=seed,
+        )
         check_loader_options(loader_options, is_stream(train_dataset))
-        self.val_dataset = val_dataset
-        self.test_dataset = test_dataset
-        self.predict_dataset = predict_dataset
+        self.val_dataset, self.test_dataset, self.predict_dataset = val_dataset, test_dataset, predict_dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.loss_reduction = loss_reduction
-        self.balance_options = balance if isinstance(balance, BalanceOptions) else BalanceOptions()
-        self._groups_by_length = balance is not False
+        self.balance_options = arguments.options
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._loader_options = loader_options
         self._reload_every: int | None = None
         self.train: IterableData | MapStyleData
-        common: dict[str, Any] = {
-            "cost": cost,
-            "balance": balance is not False,
-            "options": self.balance_options,
-            "loss_reduction": loss_reduction,
-            "target_counts": target_counts,
-            "drop_last": drop_last,
-            "new_schedule": partial(MicroBatchSchedule, micro_batches, most),
-        }
         if is_stream(train_dataset):
-            context = "an IterableDataset, whose samples are not known before they arrive"
-            given = {"batch_tokens": batch_tokens is not None, "batch_cost": batch_cost is not None}
-            refuse_unused(context, unique_ids=unique_ids is not None, shuffle=shuffle is not True, seed=seed != 0, **given)
-            common |= {"num_workers": loader_options.get("num_workers", 0)}
-            self.train = IterableData(train_dataset, lengths, batch_size, collate_fn=collate_fn, **common)
-        else:
-            common |= {"unique_ids": unique_ids, "shuffle": shuffle, "seed": seed}
-            common |= {"batch_tokens": batch_tokens, "batch_cost": batch_cost}
-            self.train = MapStyleData(train_dataset, lengths, batch_size, **common)
-        _tell_how_it_is_read(train_dataset, self.train)
+            self.train = IterableData(train_dataset, arguments, collate_fn, loader_options.get("num_workers", 0))
+            _warn_of_needed_arguments(train_dataset)
+            return
+        self.train = MapStyleData(train_dataset, arguments)
+        if isinstance(train_dataset, IterableDataset):
+            rank_zero_info(
+                f"{type(train_dataset).__name__} is read by the numbers of its {len(self.train.costs)} samples, as a map-style "
+                "data set: the plan of the steps takes the place of its own order, shards and state"
+            )
 
     @classmethod
     def from_interactions(
@@ -204,23 +188,13 @@ class FreeScaleDataModule(LightningDataModule):
         :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
         as it drops targets.
         """
-        from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
+        from lightning_freescale.data import HistoryDataset, read_interactions
 
-        columns: dict[str, Any] = {
-            "user": user,
-            "item": item,
-            "time": time,
-            "delimiter": delimiter,
-            "header": header,
-            "line": line,
-        }
-        histories = read_interactions(source, **columns, order=order, ties=ties)
+        columns: dict[str, Any] = {"user": user, "item": item, "time": time}
+        file_format: dict[str, Any] = {"delimiter": delimiter, "header": header, "line": line}
+        histories = read_interactions(source, **columns, **file_format, order=order, ties=ties)
         splits = _leave_one_out(HistoryDataset, histories, source, max_length)
-        train = splits["train"]
-        module = cls(  # one by one: jsonargparse reads here what a config need not give
-            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
-            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, **options,
-        )  # fmt: skip
+        module = cls._from_splits(splits, batch_size=batch_size, loss_reduction=loss_reduction, **options)
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
         return module
@@ -249,20 +223,29 @@ class FreeScaleDataModule(LightningDataModule):
         ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
         many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
         """
-        from lightning_freescale.data import ParquetHistories, collate_histories
-        from lightning_freescale.data.parquet import ParquetHistoryDataset
+        from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
 
         histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
         splits = _leave_one_out(ParquetHistoryDataset, histories, source, max_length)
-        train = splits["train"]
-        row_groups = histories.row_groups_of(train.users)
+        row_groups = histories.row_groups_of(splits["train"].users)
         sizes = np.bincount(row_groups, minlength=len(histories.first_users) - 1)
-        order = BlockShuffle(sizes, row_group_window) if shuffle else False
-        return cls(  # one by one: jsonargparse reads here what a config need not give
-            train, train.lengths, batch_size, collate_fn=collate_histories, val_dataset=splits["validate"],
-            test_dataset=splits["test"], predict_dataset=splits["predict"], loss_reduction=loss_reduction, shuffle=order,
+        blocks = BlockShuffle(sizes, row_group_window) if shuffle else False
+        return cls._from_splits(splits, batch_size=batch_size, loss_reduction=loss_reduction, shuffle=blocks, **options)
+
+    @classmethod
+    def _from_splits(cls, splits: dict[Split, HistoryDataset], **options: Any) -> FreeScaleDataModule:
+        from lightning_freescale.data import collate_histories
+
+        # jsonargparse reads from these names which options a config need not have
+        return cls(
+            splits["train"],
+            splits["train"].lengths,
+            collate_fn=collate_histories,
+            val_dataset=splits["validate"],
+            test_dataset=splits["test"],
+            predict_dataset=splits["predict"],
             **options,
-        )  # fmt: skip
+        )
 
     # -- loaders
 
@@ -280,33 +263,32 @@ class FreeScaleDataModule(LightningDataModule):
 
     def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
         """Return the balanced loader of this rank."""
-        epoch, weighs = 0, self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
-        if self.trainer is not None:
-            if isinstance(self.train, MapStyleData) and not weighs:
-                self.train.forget_choices()  # of a checkpoint
-            _refuse_trainer(self.trainer, self.balance_options.calibrate, self.loss_reduction, self.train)
-            epoch = self.trainer.current_epoch
-        if isinstance(self.train, IterableData):
-            timeout = None if self.trainer is None else process_group_timeout(self.trainer.strategy)
-            return self.train.loader(*self._rank_and_world_size(), epoch, timeout)
-        limit = 1.0 if self.trainer is None else self.trainer.limit_train_batches
-        sampler = self.train.resumed_sampler(*self._rank_and_world_size(), epoch, self._accumulated, limit)
-        if weighs:
-            self._settle_counts(self.train, sampler)
-        self._reload_next_epoch(self.train.epoch_is_cut_anew)
-        if sampler.fill is not None:
-            _tell_fill(sampler)
-        return BalancedDataLoader.from_sampler(
-            self.train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options
-        )
-
-    def _settle_counts(self, train: MapStyleData, sampler: BalancedSampler) -> None:
-        """Choose how many samples the ranks hold, where batches are known to be jagged."""
+        trainer, train = self.trainer, self.train
+        epoch, weighs = 0, trainer is not None and getattr(trainer.strategy, "weighs_loss", False)
+        if trainer is not None:
+            if isinstance(train, MapStyleData) and not weighs:
+                train.forget_choices()  # of a checkpoint
+            _refuse_trainer(trainer, self.balance_options.calibrate, self.loss_reduction, train)
+            epoch = trainer.current_epoch
+        if isinstance(train, IterableData):
+            timeout = None if trainer is None else process_group_timeout(trainer.strategy)
+            return train.loader(*self._rank_and_world_size(), epoch, timeout)
+        limit, accumulated = 1.0, 1
+        if trainer is not None:
+            limit, accumulated = trainer.limit_train_batches, batches_per_optimizer_step(trainer)
+        sampler = train.resumed_sampler(*self._rank_and_world_size(), epoch, accumulated, limit)
         jagged = train.padding == "none" or train.lengths is None
-        if train.counts_are_settled or not jagged:
-            return
-        if (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
+        settles = weighs and jagged and not train.counts_are_settled
+        if settles and (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
             rank_zero_info(f"FreeScaleDataModule: {choice}")
+        self._reload_next_epoch(train.epoch_is_cut_anew)
+        if sampler.fill is not None:
+            counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
+            rank_zero_info(
+                f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, "
+                f"which use {sampler.fill:.1%} of the budget"
+            )
+        return BalancedDataLoader.from_sampler(train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return a loader of this rank's part of the validation samples, each once, in order or grouped by length."""
@@ -336,7 +318,7 @@ class FreeScaleDataModule(LightningDataModule):
             samples,
             self.batch_size,
             is_padded=lambda: (
-                limit is not None and self._groups_by_length and getattr(self.train, "padding", "none") == "batch"
+                limit is not None and self._arguments.balances and getattr(self.train, "padding", "none") == "batch"
             ),
             limit=1.0 if limit is None else getattr(self.trainer, limit, 1.0),
             num_replicas=world_size,
@@ -364,19 +346,6 @@ class FreeScaleDataModule(LightningDataModule):
 
     def _rank_and_world_size(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-
-    @property
-    def _accumulated(self) -> int:
-        """How many batches make an optimizer step, in all epochs; 1 where that changes."""
-        if self.trainer is None:
-            return 1
-        callbacks = getattr(self.trainer, "callbacks", [])
-        schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
-        if not schedules:
-            return self.trainer.accumulate_grad_batches
-        # which the Trainer only knows when its first epoch begins, after this loader is made
-        scheduled = {each for schedule in schedules for each in schedule.values()}
-        return scheduled.pop() if len(scheduled) == 1 else 1
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the training plan of one of ``world_size`` ranks.
@@ -441,31 +410,13 @@ class FreeScaleDataModule(LightningDataModule):
             self._reload_every = None
 
 
-def _tell_fill(sampler: BalancedSampler) -> None:
-    """Say what the budget comes to: who asks for tokens wants to know how many samples a step has."""
-    counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
-    rank_zero_info(
-        f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, which use "
-        f"{cast(float, sampler.fill):.1%} of the budget"
-    )
-
-
-def _tell_how_it_is_read(dataset: Dataset[Any], train: IterableData | MapStyleData) -> None:
-    """Say where an ``IterableDataset`` is not iterated, and where its states are not asked for."""
-    name = type(dataset).__name__
-    if isinstance(train, MapStyleData):
-        if isinstance(dataset, IterableDataset):
-            rank_zero_info(
-                f"{name} is read by the numbers of its {len(train.costs)} samples, as a map-style data set: the plan of the "
-                "steps takes the place of its own order, shards and state"
-            )
-        return
+def _warn_of_needed_arguments(dataset: IterableDataset[Any]) -> None:
     needed = needed_arguments(getattr(dataset, "state_dict", dict))
     if needed:
         rank_zero_warn(
-            f"{name}.state_dict needs {', '.join(needed)}, which nobody here knows, so it is not asked: to resume inside an "
-            "epoch, the samples that were read before are read again and discarded. With a state_dict() that needs nothing it "
-            "would go on where it was"
+            f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have, so it is not "
+            "called. To resume inside an epoch, the samples that were read before are read again and discarded. With a "
+            "state_dict() without arguments the data set would continue where it was"
         )
 
 

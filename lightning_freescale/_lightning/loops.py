@@ -127,6 +127,17 @@ def leaves_transfer_alone(trainer: Trainer) -> bool:
     return not own and type(trainer.precision_plugin).convert_input is Precision.convert_input
 
 
+def batches_per_optimizer_step(trainer: Trainer) -> int:
+    """Return how many batches make an optimizer step in all epochs; 1 where that changes."""
+    callbacks = getattr(trainer, "callbacks", [])
+    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if not schedules:
+        return trainer.accumulate_grad_batches
+    # the Trainer knows these only when its first epoch begins, after the training loader is made
+    scheduled = {each for schedule in schedules for each in schedule.values()}
+    return scheduled.pop() if len(scheduled) == 1 else 1
+
+
 def reload_train_loader(trainer: Trainer) -> None:
     """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
     trainer.fit_loop._combined_loader = None

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_freescale._objects import gather_objects
-from lightning_freescale.balance import CostModel, MicroBatchSchedule, assign
+from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import LazyGlooOptions
-from lightning_freescale.data.options import BalanceOptions
+from lightning_freescale.data.plan_arguments import PlanArguments
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
-from lightning_freescale.data.validation import loss_weight_fn, refuse_options
+from lightning_freescale.data.validation import loss_weight_fn, refuse_options, refuse_unused
 
 
 class IterableData:
@@ -25,10 +25,9 @@ class IterableData:
 
     Args:
         dataset: this rank's stream.
-        lengths: a function from a sample to its history length, or None.
-        cost: ``"auto"`` or a function of the length, or without ``lengths`` a function of the sample.
-        balance: assign samples by cost, as ``options`` say; else each rank computes what it has read.
-        **others: as in :class:`~lightning_freescale.FreeScaleDataModule`.
+        given: the arguments of the data module. ``lengths`` is a function from a sample to its history length, or None;
+            ``cost`` is ``"auto"`` or a function of the length, or without ``lengths`` a function of the sample.
+        collate_fn, num_workers: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
     Attributes:
         assignment_mode: of :func:`~lightning_freescale.balance.assign`.
@@ -41,20 +40,14 @@ class IterableData:
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        lengths: Any,
-        batch_size: int,
-        *,
-        cost: Any,
+        given: PlanArguments,
         collate_fn: Callable[[list[Any]], Any] | None,
-        balance: bool,
-        options: BalanceOptions,
-        loss_reduction: str,
-        target_counts: Any,
-        drop_last: bool,
         num_workers: int,
-        new_schedule: Callable[[], MicroBatchSchedule],
     ) -> None:
         context = "an IterableDataset, whose samples are not known before they arrive"
+        unused = {"batch_tokens": given.batch_tokens is not None, "shuffle": given.shuffle is not True}
+        refuse_unused(context, **unused, seed=given.seed != 0)
+        options = given.options
         asked = ["calibrate"] if options.calibrate else []
         if options.padding == "batch":
             raise ValueError(f"BalanceOptions(padding='batch') needs lengths that are known before the fit, unlike {context}")
@@ -66,17 +59,17 @@ class IterableData:
         self._make_loader = partial(
             BalancedStreamLoader,
             dataset,
-            batch_size,
-            cost_fn=_sample_cost_fn(lengths, None if isinstance(cost, str) and cost == "auto" else cost),
-            weight_fn=loss_weight_fn(loss_reduction, lengths, target_counts),
-            loss_is_sum=loss_reduction == "sum",
+            given.batch_size,
+            cost_fn=_sample_cost_fn(given.lengths, None if given.has_auto_cost else given.cost),
+            weight_fn=loss_weight_fn(given.loss_reduction, given.lengths, given.target_counts),
+            loss_is_sum=given.loss_reduction == "sum",
             collate_fn=collate_fn,
             num_workers=num_workers,
-            drop_last=drop_last,
-            assign_fn=assign_fn if balance else assign_as_read,
+            drop_last=given.drop_last,
+            assign_fn=assign_fn if given.balances else assign_as_read,
         )
         self._group: dist.ProcessGroup | None = None
-        self._new_schedule = new_schedule
+        self._given = given
         self.reset_progress()
         self._make_loader()  # what does not fit is refused now
         assign([1.0], 1, assignment_mode=mode, count_slack=count_slack)
@@ -86,7 +79,7 @@ class IterableData:
         self.destroy_group()
         self._states: list[dict[str, Any]] = []  # of the checkpoint's ranks, if it was made inside an epoch
         self._loader: BalancedStreamLoader | None = None
-        self.micro_batches = self._new_schedule()
+        self.micro_batches = self._given.new_schedule()
 
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> BalancedStreamLoader:
         """Return the loader of a rank, from where a checkpoint left it on. Collective."""

@@ -22,7 +22,7 @@ class BalanceOptions:
         assignment_mode: ``"fixed"``, ``"slack"``, ``"free"`` or ``"zigzag"`` of :func:`lightning_freescale.balance.assign`.
             ``"auto"``: ``"slack"``, where strategy ``"freescale"`` weighs the loss of jagged batches and the lower bound of the
             imbalance at equal counts is more than 1 % above the bound at unequal ones, and else ``"fixed"``. A line of the log
-            states the choice and both bounds. With ``batch_tokens`` or ``batch_cost`` always ``"free"``; for streams
+            states the choice and both bounds. With ``batch_tokens`` always ``"free"``; for streams
             ``"fixed"``.
         count_slack, max_tokens_per_rank, rank_speeds: as in :func:`lightning_freescale.balance.assign`.
         tokens: tokens of every sample, shape ``[samples]``; ``lengths`` if not given.

@@ -84,7 +84,7 @@ class PaddingWatch:
         if not self._train.may_pad:
             rank_zero_info(
                 "strategy 'freescale': the batches are padded to their longest sample, and balanced as if they were not: "
-                "batch_tokens, batch_cost, keep_together, balance=False and assignment_mode='zigzag' leave no other choice"
+                "batch_tokens, keep_together, balance=False and assignment_mode='zigzag' leave no other choice"
             )
             return
         self._train.pad_from(*first)

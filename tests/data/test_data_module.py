@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, CostModel
 from lightning_freescale.data import BalancedDataLoader, BalanceOptions
-from tests.helpers.recommender import REPEATS, Samples, collate
+from tests.helpers.recommender import Samples, collate
 
 DATA = Samples(8)
 LENGTHS = {"lengths": DATA.lengths}
@@ -58,23 +58,19 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: _balance(count_slack=0.9), ["count_slack=...", "assignment_mode='auto'"]),
     (lambda: _balance(assignment_mode="zigzag", window=True), ["window=True", "assignment_mode='zigzag'"]),
     (lambda: _balance(assignment_mode="zigzag", rank_speeds=[1.0, 0.5]), ["rank_speeds=...", "assignment_mode='zigzag'"]),
-    (lambda: {"unique_ids": [1] * 8, **LENGTHS, "balance": REPEATS}, ["unique_ids=..."]),
     (lambda: {**LENGTHS, **_balance(tokens=[1.0])}, ["tokens", "(1,)"]),
-    (lambda: {"cost": len, "unique_ids": [1] * 8}, ["unique_ids=", "lengths="]),
-    (lambda: {**LENGTHS, "cost": CostModel(unique=1.0), "unique_ids": [1] * 7}, ["unique_ids", "(7,)"]),
     (lambda: {**LENGTHS, "cost": CostModel(unique=1.0)}, ["unique=1.0", "unique="]),
     (lambda: {**LENGTHS, "batch_sampler": [[0]]}, ["batch_sampler=..."]),
     (lambda: {**LENGTHS, "generator": torch.Generator()}, ["generator=..."]),
     (lambda: {**TOKENS, "batch_tokens": 2}, ["per_rank=2", "sample 0", "3"]),
     (lambda: {**TOKENS, "batch_tokens": -1}, ["per_rank=-1"]),
-    (lambda: {**TOKENS, "batch_cost": 9}, ["batch_tokens=9", "batch_cost=9"]),
+    (lambda: {**TOKENS, "lengths": None, "cost": [1.0] * 8}, ["batch_tokens=9", "lengths="]),
     (lambda: {**TOKENS, "drop_last": True}, ["drop_last=...", "batch_tokens="]),
     (lambda: {**TOKENS, "balance": False}, ["balance=False", "batch_tokens="]),
     (lambda: {**TOKENS, "shuffle": BlockShuffle([8])}, ["shuffle=BlockShuffle", "batch_tokens="]),
     (lambda: {**TOKENS, **_balance(assignment_mode="fixed")}, ["assignment_mode=...", "batch_tokens="]),
     (lambda: {**TOKENS, **_balance(window=True)}, ["window=...", "batch_tokens="]),
     (lambda: {**TOKENS, **_balance(max_tokens_per_rank=9)}, ["max_tokens_per_rank=...", "batch_tokens="]),
-    (lambda: {**LENGTHS, "batch_cost": 1e9, **_balance(tokens=[3] * 8)}, ["tokens=...", "batch_cost="]),
     (lambda: {**TOKENS, "micro_batches": 9}, ["micro_batches", "9", "8"]),
     (lambda: {"train_dataset": [], "lengths": []}, ["train_dataset=list", "empty"]),
     (lambda: {"train_dataset": iter([1]), "lengths": [1]}, ["train_dataset=list_iterator", "map-style"]),
@@ -116,8 +112,9 @@ def test_options_of_torchs_loader_reach_every_loader() -> None:
 
 
 def test_steps_cut_by_tokens_or_cost() -> None:
-    for budget, ranks, steps in (({"batch_tokens": 4}, 2, 1), ({"batch_tokens": 4}, 1, 2), ({"batch_cost": 10_000}, 2, 1)):
-        data = FreeScaleDataModule(range(2), [3, 2], **budget, micro_batches="auto")
+    costs = _balance(tokens=CostModel()([3, 2]))
+    for budget, ranks, steps, options in ((4, 2, 1, {}), (4, 1, 2, {}), (10_000, 2, 1, costs), (1_000, 1, 2, costs)):
+        data = FreeScaleDataModule(range(2), [3, 2], batch_tokens=budget, micro_batches="auto", **options)
         assert len(data.sampler(0, ranks)) == steps and data.train.assignment_mode == "free"
         assert data.train.micro_batches.candidates == [1, 2, 4, 8]
 

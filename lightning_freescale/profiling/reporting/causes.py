@@ -58,7 +58,7 @@ _LESS_PADDING = {
     "fixed": "A collate_fn that pads to the longest sample of the batch computes less padding",
     "batch": (
         "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; leave out balance=False, "
-        "batch_tokens=, batch_cost=, keep_together= and assignment_mode='zigzag'"
+        "batch_tokens=, keep_together= and assignment_mode='zigzag'"
     ),
     "batch, planned": "pads each micro-batch by itself; jagged attention computes no padding",
 }

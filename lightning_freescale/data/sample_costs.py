@@ -1,0 +1,152 @@
+"""The costs of samples that are all known: as they were given, and by the models that were fitted while training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.balance import CostModel
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.validation import non_negative
+from lightning_freescale.data.plan_arguments import PlanArguments
+
+
+@dataclass(frozen=True)
+class Refit:
+    """Result of a calibration, which the plan uses from some epoch on.
+
+    Attributes:
+        model: the cost model in use; None for the costs as they were given.
+        base: what a rank's step takes besides its samples, in the units of ``model``, or of the costs given.
+        options: of :func:`~lightning_freescale.balance.assign` that came with it.
+    """
+
+    model: CostModel | None
+    base: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class SampleCosts:
+    """Costs of the samples of a map-style data set.
+
+    Args:
+        given: the arguments of the data module.
+        lengths: history lengths, shape ``[samples]``, or None.
+        cost: ``"auto"``, a function of the lengths, or the costs themselves.
+        size: number of samples.
+
+    Attributes:
+        lengths: as it was given.
+        costs: predicted compute time as it was given, shape ``[samples]``.
+        calibrates: whether costs are to be fitted while training, where that can improve them.
+        refits: results of calibrations, by the epoch from which on each is used.
+        costs_are_final: whether no more compute times are to be measured.
+
+    Raises:
+        ValueError: the costs do not fit.
+    """
+
+    def __init__(self, given: PlanArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
+        calibrate = given.options.calibrate
+        if calibrate and lengths is None:
+            raise ValueError(
+                "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the cost to the lengths and plans by it: "
+                "pass lengths="
+            )
+        by_default = given.balances and given.has_auto_cost and lengths is not None
+        self.calibrates = by_default if calibrate is None else calibrate
+        self._given = given
+        self.lengths = lengths
+        self.costs = self._given_costs(cost, size)
+        self.refits: dict[int, Refit] = {}
+        self.costs_are_final = False
+        self._units: dict[CostModel | None, float] = {}
+
+    def costs_by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Return the costs by another function of the lengths, of ``samples`` or of all."""
+        known = self._lengths_of(samples)
+        return non_negative("cost(lengths)", cost(known), len(known))
+
+    def features(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return :func:`sample_features` of ``samples``."""
+        return sample_features(self._lengths_of(samples))
+
+    def base_in(self, epoch: int) -> float:
+        """Return what a rank's step takes besides its samples, in the units of the costs in use; 0 if it is not known."""
+        refit = self._refit_in(epoch)
+        return 0.0 if refit is None else refit.base * self._units_of(refit.model)
+
+    @property
+    def newest_refit(self) -> Refit | None:
+        """The result of the last calibration."""
+        return self.refits[max(self.refits)] if self.refits else None
+
+    def costs_fact(self, epoch: int, ignore_refits: bool) -> str:
+        """Return a hash of the costs that an epoch is planned by."""
+        refit = self._refit_in(epoch)
+        model = None if refit is None or ignore_refits else refit.model
+        costs = self.costs if model is None else self.refitted_costs(model)
+        return hashlib.sha256(costs.tobytes()).hexdigest()
+
+    def refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
+        """Return the costs by a fitted model, in the units of the costs given."""
+        return self.costs_by(model) * self._units_of(model)
+
+    def refits_state(self) -> dict[str, Any]:
+        """Return the results of calibrations in plain values."""
+        refits = {epoch: asdict(refit) for epoch, refit in self.refits.items()}
+        return {"refits": refits, "costs_are_final": self.costs_are_final}
+
+    def load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
+        """Use the results in a checkpoint, unless :meth:`refuses_refits`; ``same_ranks`` if the ranks are as many as then.
+
+        Raises:
+            ValueError: they need lengths, and this run has none.
+        """
+        if state["refits"] and self.lengths is None:
+            raise ValueError(
+                "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
+            )
+        self.refits = {}
+        if self.refuses_refits(state):
+            return
+        for epoch, values in state["refits"].items():
+            model = None if values["model"] is None else CostModel(**values["model"])
+            # the speeds, too, are those of the ranks that measured
+            self.refits[epoch] = Refit(model, values["base"], values["options"] if same_ranks else {})
+        self.costs_are_final = state["costs_are_final"] and same_ranks
+
+    def refuses_refits(self, state: dict[str, Any]) -> bool:
+        """Return True if the costs given are used although a checkpoint's run has fitted others: no clock may change them."""
+        return bool(state["refits"]) and not self._given.has_auto_cost and not self.calibrates
+
+    def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
+        if isinstance(cost, str) and not self._given.has_auto_cost:
+            raise ValueError(f"FreeScaleDataModule(cost={cost!r}): pass 'auto', a function, or the costs themselves")
+        if not isinstance(cost, str) and not callable(cost):
+            return non_negative("cost", cost, size)
+        if self.lengths is not None:
+            return self.costs_by(CostModel() if isinstance(cost, str) else cost)
+        raise ValueError(
+            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
+            "cost=, a function of a sample or the costs themselves"
+        )
+
+    def _units_of(self, model: CostModel | None) -> float:
+        """Return the factor from the units of a fitted model to those of the costs given, with which others compare them."""
+        if model not in self._units:
+            fitted = 0.0 if model is None else float(self.costs_by(model).sum())
+            self._units[model] = float(self.costs.sum()) / fitted if fitted else 1.0
+        return self._units[model]
+
+    def _refit_in(self, epoch: int) -> Refit | None:
+        return self.refits.get(max((start for start in self.refits if start <= epoch), default=-1))
+
+    def _lengths_of(self, samples: NDArray[np.int64] | None) -> NDArray[np.float64]:
+        assert self.lengths is not None
+        return self.lengths if samples is None else self.lengths[samples]
