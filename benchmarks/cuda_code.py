@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_freescale"
 
 CONDITIONS = {
-    "_objects.py": {"'cpu' in dist.get_backend_config(group)": False},
+    "_object_gather.py": {"'cpu' in dist.get_backend_config(group)": False},
     "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
     "comm/collectives/native.py": {
         "on_gpu and (not self._shown)": True,

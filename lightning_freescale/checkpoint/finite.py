@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale._objects import gather_objects
+from lightning_freescale._object_gather import gather_objects
 
 
 def refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._objects import gather_objects
+from lightning_freescale._object_gather import gather_objects
 
 
 def gather_random_states(device: torch.device) -> list[dict[str, Any]]:

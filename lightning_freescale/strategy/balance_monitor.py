@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
-from lightning_freescale._objects import gather_objects
+from lightning_freescale._object_gather import gather_objects
 from lightning_freescale.balance import BalanceReport, StepBalance, advise
 from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.data.map_style import MapStyleData, map_style_data

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale._objects import gather_numbers, told_by_first_rank
+from lightning_freescale._object_gather import broadcast_from_first_rank, gather_numbers
 from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit
@@ -167,7 +167,7 @@ class CostCalibrator:
                 found = self._fit([epoch for epoch, _ in window], everyone, sampler)
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
-        told, failed = told_by_first_rank((found and found.as_numbers(), failed), self._group)
+        told, failed = broadcast_from_first_rank((found and found.as_numbers(), failed), self._group)
         if failed:
             self.stopped = True
             rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")

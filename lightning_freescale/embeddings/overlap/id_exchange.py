@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._objects import gather_objects
+from lightning_freescale._object_gather import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest

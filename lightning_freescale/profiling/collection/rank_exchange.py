@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from lightning_freescale._objects import gather_bytes
+from lightning_freescale._object_gather import gather_bytes
 from lightning_freescale.profiling.analysis.intervals import arrivals_of, last_arrivals, wall_of
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.clock_sync.alignment import Alignment

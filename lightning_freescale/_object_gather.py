@@ -1,6 +1,6 @@
-"""What ranks tell each other besides the tensors that they train on, without code that runs where it is read.
+"""Collectives of Python values: tensors, numbers, text, numpy's arrays and containers of them.
 
-What is received is tensors, numbers, text and containers of them, also numpy's arrays. A pickle would run what it names.
+No code runs where the values are read, as it would with a pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMPY: list[Any] = [
     np.float64(0).__reduce__()[0],
 ]
 _READING = Lock()
-"""torch's list of what else may be read is one of the process."""
+"""Held while a value is read: torch has one list of further allowed types for the process."""
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -38,9 +38,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def gather_on_first_rank(value: Any) -> list[Any]:
-    """Return the values of all ranks, by rank, on rank 0; nothing on the others. Collective on the default group.
+    """Return the values of all ranks, by rank, on rank 0; an empty list on the others. Collective on the default group.
 
-    They come one after the other: with NCCL, they travel through the GPU's memory.
+    Rank 0 receives one value after the other, because with NCCL each passes through the memory of the GPU.
 
     Raises:
         ValueError: on rank 0, as for :func:`gather_objects`.
@@ -62,20 +62,20 @@ def gather_on_first_rank(value: Any) -> list[Any]:
 
 
 def gather_numbers(numbers: NDArray[np.float64], group: dist.ProcessGroup) -> list[NDArray[np.float64]]:
-    """Return the arrays of all ranks, by rank, on rank 0 of the group; nothing on the others. Collective.
+    """Return the arrays of all ranks, by rank, on rank 0 of the group; an empty list on the others. Collective.
 
     Args:
-        numbers: as many on every rank, in the same shape.
-        group: of CPU tensors.
+        numbers: an array of the same shape on every rank.
+        group: takes CPU tensors.
     """
     everyone = gather_bytes(numbers.tobytes(), group, only_first=True)
     return [np.frombuffer(content, dtype=np.float64).reshape(numbers.shape) for content in everyone]
 
 
-def told_by_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return what rank 0 of a group gives, on every rank. Collective on the group, of CPU tensors.
+def broadcast_from_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return the value of rank 0 on every rank. Collective on ``group``, which takes CPU tensors.
 
-    It travels as JSON, in which floats keep every bit: numbers, text, lists, and dicts by text.
+    The value becomes JSON, which keeps every bit of a float: numbers, text, lists, and dicts with text as keys.
     """
     content = json.dumps(value).encode()
     size = torch.tensor([len(content)])
@@ -86,12 +86,12 @@ def told_by_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup | None = None, only_first: bool = False) -> list[bytes]:
-    """Return what all ranks give, by rank. Collective on ``group``, by default the default group.
+    """Return the bytes of all ranks, by rank. Collective on ``group``, by default the default group.
 
     Args:
-        content: of this rank; not empty.
+        content: the bytes of this rank; not empty.
         group: as above.
-        only_first: whether rank 0 of the group alone gets it; the others get nothing then.
+        only_first: return them on rank 0 of the group alone, and an empty list on the others.
     """
     ranks, device = dist.get_world_size(group), _device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
@@ -127,7 +127,7 @@ def _read(rank: int, content: bytes) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return of which device the tensors are that a group takes; the host's if it can."""
+    """Return the CPU if the group takes its tensors, else the current CUDA device."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

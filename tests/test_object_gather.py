@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale
-from lightning_freescale._objects import gather_bytes, gather_numbers, gather_objects, gather_on_first_rank, told_by_first_rank
+from lightning_freescale._object_gather import (
+    broadcast_from_first_rank,
+    gather_bytes,
+    gather_numbers,
+    gather_objects,
+    gather_on_first_rank,
+)
 from lightning_freescale.testing import RankFailed, run_distributed
 
 PACKAGE = Path(lightning_freescale.__file__).parent
@@ -88,7 +94,7 @@ def _numbers() -> tuple[list[Any], Any]:
     group, rank = dist.new_group(backend="gloo"), dist.get_rank()
     numbers = np.array([[0.1, 2.0**-1074], [rank, np.inf]])
     told = {"third": 1 / 3, "list": [None, True, "x" * 500]} if rank == 0 else "something shorter"
-    return [each.tolist() for each in gather_numbers(numbers, group)], told_by_first_rank(told, group)
+    return [each.tolist() for each in gather_numbers(numbers, group)], broadcast_from_first_rank(told, group)
 
 
 def test_numbers_go_to_rank_0_and_its_answer_to_all() -> None:
