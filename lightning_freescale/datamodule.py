@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,17 +25,21 @@ from lightning_freescale._lightning.loops import (
 from lightning_freescale.balance import BalancedSampler, BlockShuffle
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.evaluation_order import EvaluationSampler
+from lightning_freescale.data.interactions import (
+    HistoryDataset,
+    Split,
+    collate_histories,
+    leave_one_out,
+    read_interactions,
+)
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.data.options import BalanceOptions
+from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
 from lightning_freescale.data.plan_arguments import PlanArguments
-from lightning_freescale.data.random_access import is_stream, size_of
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import needed_arguments
-from lightning_freescale.data.validation import LossReduction, check_loader_options
-
-if TYPE_CHECKING:
-    from lightning_freescale.data.histories import HistoryDataset, Split
+from lightning_freescale.data.validation import LossReduction, check_loader_options, is_stream, size_of
 
 
 class FreeScaleDataModule(LightningDataModule):
@@ -188,12 +192,10 @@ class FreeScaleDataModule(LightningDataModule):
         :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
         as it drops targets.
         """
-        from lightning_freescale.data import HistoryDataset, read_interactions
-
         columns: dict[str, Any] = {"user": user, "item": item, "time": time}
         file_format: dict[str, Any] = {"delimiter": delimiter, "header": header, "line": line}
         histories = read_interactions(source, **columns, **file_format, order=order, ties=ties)
-        splits = _leave_one_out(HistoryDataset, histories, source, max_length)
+        splits = leave_one_out(HistoryDataset, histories, source, max_length)
         module = cls._from_splits(splits, batch_size=batch_size, loss_reduction=loss_reduction, **options)
         module.histories = histories
         module.feature_rows = {"item": histories.num_items}
@@ -223,10 +225,8 @@ class FreeScaleDataModule(LightningDataModule):
         ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
         many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
         """
-        from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
-
         histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
-        splits = _leave_one_out(ParquetHistoryDataset, histories, source, max_length)
+        splits = leave_one_out(ParquetHistoryDataset, histories, source, max_length)
         row_groups = histories.row_groups_of(splits["train"].users)
         sizes = np.bincount(row_groups, minlength=len(histories.first_users) - 1)
         blocks = BlockShuffle(sizes, row_group_window) if shuffle else False
@@ -234,12 +234,13 @@ class FreeScaleDataModule(LightningDataModule):
 
     @classmethod
     def _from_splits(cls, splits: dict[Split, HistoryDataset], **options: Any) -> FreeScaleDataModule:
-        from lightning_freescale.data import collate_histories
-
+        train = splits["train"]
+        if short := len(train.histories.lengths) - len(train.users):
+            rank_zero_info(f"{short} users have fewer than {train.min_interactions} interactions and are left out")
         # jsonargparse reads from these names which options a config need not have
         return cls(
-            splits["train"],
-            splits["train"].lengths,
+            train,
+            train.lengths,
             collate_fn=collate_histories,
             val_dataset=splits["validate"],
             test_dataset=splits["test"],
@@ -418,21 +419,6 @@ def _warn_of_needed_arguments(dataset: IterableDataset[Any]) -> None:
             "called. To resume inside an epoch, the samples that were read before are read again and discarded. With a "
             "state_dict() without arguments the data set would continue where it was"
         )
-
-
-def _leave_one_out(
-    dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None
-) -> dict[Split, HistoryDataset]:
-    """Return the data sets of the users with enough interactions."""
-    least = dataset_type.min_interactions
-    users = np.flatnonzero(histories.lengths >= least)
-    if not len(users):
-        name = "the table" if hasattr(source, "__arrow_c_stream__") else source
-        raise ValueError(f"no user of {name} has {least} interactions or more")
-    if short := len(histories.lengths) - len(users):
-        rank_zero_info(f"{short} users have fewer than {least} interactions and are left out")
-    splits: tuple[Split, ...] = ("train", "validate", "test", "predict")
-    return {split: dataset_type(histories, users, split, max_length) for split in splits}
 
 
 def _refuse_trainer(trainer: Trainer, calibrate: bool | None, loss_reduction: str, train: IterableData | MapStyleData) -> None:

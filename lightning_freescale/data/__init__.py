@@ -1,8 +1,7 @@
 """From an interactions file, histories in Parquet files, any map-style data set or a stream to balanced batches."""
 
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
-from lightning_freescale.data.histories import HistoryDataset, collate_histories
-from lightning_freescale.data.interactions import Histories, read_interactions
+from lightning_freescale.data.interactions import Histories, HistoryDataset, collate_histories, read_interactions
 from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.parquet import ParquetHistories
 from lightning_freescale.data.streaming import BalancedStreamLoader

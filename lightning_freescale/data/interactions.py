@@ -1,19 +1,23 @@
-"""Group user-item-time interactions into one history per user, in time order."""
+"""Group interactions into one history per user, in time order, and make leave-one-out samples and jagged batches of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
-from lightning_freescale.data.sources import read_columns
-from lightning_freescale.data.times import as_times
+from lightning_freescale._torchrec import require_torchrec
+from lightning_freescale.data.sources import as_times, read_columns
 
+Split = Literal["train", "validate", "test", "predict"]
+_HELD_OUT: dict[Split, int] = {"train": 2, "validate": 1, "test": 0, "predict": 0}
 _BLOCK = 1 << 20  # rows
 
 
@@ -115,6 +119,84 @@ def read_interactions(
         times = times if rows is None else times[rows]
         _check_times(times, offsets, rows, user_ids, order, ties, name, wanted[2])
     return Histories(items, times, offsets, user_ids, item_ids)
+
+
+class HistoryDataset(Dataset[dict[str, Any]]):
+    """One sample per user: the history up to a held-out item.
+
+    The last item of a user is for ``"test"``, the one before for ``"validate"``; ``"train"`` predicts every next item of
+    the rest; ``"predict"`` has the whole history and no target. Users with fewer than ``min_interactions`` have no
+    training target and must have been left out. With ``max_length`` only the last so many items of a history go in.
+    """
+
+    min_interactions = 4
+
+    def __init__(self, histories: Histories, users: NDArray[np.int64], split: Split, max_length: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length={max_length!r}: pass a number of items, at least 1, or None for whole histories")
+        self.histories, self.users, self.split, self.max_length = histories, users, split, max_length
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """History length of every sample, what its compute time depends on; shape ``[samples]``."""
+        whole = self.histories.lengths[self.users] - _HELD_OUT[self.split] - (self.split != "predict")
+        return whole if self.max_length is None else np.minimum(whole, self.max_length)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``.
+
+        ``user`` is the source's id if that is an integer; of string ids their place in ``histories.user_ids``.
+        """
+        user = self.users[index]
+        start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
+        if self.max_length is not None:
+            start = max(start, end - self.max_length - (self.split != "predict"))
+        items, times = self.histories.items[start:end], self.histories.times[start:end]
+        last = len(items) - (self.split != "predict")
+        target = items[1:] if self.split == "train" else items[last:]
+        ids = self.histories.user_ids
+        name = ids[user] if ids.dtype.kind == "i" else user
+        return {"item": items[:last], "time": times[:last], "target": target, "user": name}
+
+
+def leave_one_out(
+    dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None
+) -> dict[Split, HistoryDataset]:
+    """Return the data set of each split, with the users that have enough interactions.
+
+    Raises:
+        ValueError: no user has.
+    """
+    users = np.flatnonzero(histories.lengths >= dataset_type.min_interactions)
+    if not len(users):
+        name = "the table" if hasattr(source, "__arrow_c_stream__") else source
+        raise ValueError(f"no user of {name} has {dataset_type.min_interactions} interactions or more")
+    return {split: dataset_type(histories, users, split, max_length) for split in get_args(Split)}
+
+
+def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A jagged batch.
+
+    Returns:
+        ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 or float64 ``[total length]``, as
+        ``Histories.times``; ``target``, int64, ``[total length]`` in training, ``[samples]`` in evaluation, empty in
+        prediction; ``user``, int64 ``[samples]``, the source's ids, or of string ids their places in ``Histories.user_ids``.
+    """
+    require_torchrec()
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.tensor([len(sample["item"]) for sample in samples], dtype=torch.int32)
+    joined = {key: torch.from_numpy(np.concatenate([s[key] for s in samples])) for key in ("item", "time", "target")}
+    return {
+        # first: Lightning takes the size of the first tensor for the number of samples
+        "user": torch.tensor([int(sample["user"]) for sample in samples]),
+        "features": KeyedJaggedTensor(keys=["item"], values=joined["item"], lengths=lengths),
+        "time": joined["time"],
+        "target": joined["target"],
+    }
 
 
 def _refuse_missing(columns: list[pa.ChunkedArray], wanted: list[int | str], name: str) -> None:

@@ -14,9 +14,8 @@ from lightning_freescale.balance.prediction import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import DEFAULT_SLACK, non_negative
 from lightning_freescale.data.plan_arguments import PlanArguments
-from lightning_freescale.data.random_access import numbers_of_samples, size_of
 from lightning_freescale.data.sample_costs import Refit, SampleCosts
-from lightning_freescale.data.validation import loss_weights, refuse_options, refuse_unused
+from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
 
 _COMPARED_STEPS = 8
 """Steps whose bounds at equal and unequal counts are compared."""
@@ -28,7 +27,7 @@ class MapStyleData(SampleCosts):
     """A map-style data set, the costs of its samples, and the plan of its steps.
 
     Args:
-        dataset: map-style; no stream, see :func:`~lightning_freescale.data.random_access.is_stream`.
+        dataset: map-style; no stream, see :func:`~lightning_freescale.data.validation.is_stream`.
         given: the arguments of the data module.
 
     Attributes:

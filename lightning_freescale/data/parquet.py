@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from lightning_freescale.data.histories import HistoryDataset
+from lightning_freescale.data.interactions import HistoryDataset
 
 Ints = NDArray[np.int64]
 

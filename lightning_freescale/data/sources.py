@@ -1,22 +1,41 @@
-"""The columns of interactions, from whatever holds them: text, Parquet, data frames and Arrow tables."""
+"""Read the columns of interactions from any source: text, Parquet, data frames and Arrow tables."""
 
 from __future__ import annotations
 
+import codecs
 import csv
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 import pyarrow.parquet
+from numpy.typing import NDArray
 
-from lightning_freescale.data.raw_files import read_text
-from lightning_freescale.data.text_format import Column, Line, positions
+from lightning_freescale.data.text_format import (
+    STAND_IN,
+    TIME_TYPES,
+    Column,
+    Line,
+    TextFormat,
+    find_format,
+    positions,
+    ragged,
+    try_cast,
+)
+
+_BLOCK = 1 << 24  # bytes to read at a time
 
 
 def read_columns(
     source: Any, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> pa.Table:
-    """The wanted columns, in that order, under whatever names.
+    """Return the wanted columns, in that order; their names are not defined.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: the source cannot be read, or has no such columns.
@@ -39,7 +58,7 @@ def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: 
         raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
     try:
         if path.is_file() and path.suffix not in (".parquet", ".pq"):
-            return read_text(path, wanted, delimiter, header, line)
+            return _read_text(path, wanted, delimiter, header, line)
         _refuse_format(path, delimiter, header, line)
         return _read_parquet(path, wanted)
     except (pa.ArrowException, OSError, EOFError, csv.Error) as error:
@@ -76,3 +95,250 @@ def _select(source: Any, wanted: list[Column]) -> pa.Table:
         )
     table = source if isinstance(source, pa.Table) else pa.table(source)
     return table.select(list(positions(table.column_names, wanted, "table")))
+
+
+# -- text files
+
+
+def _read_text(
+    path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
+) -> pa.Table:
+    """The columns of users, items and, if wanted, times. What is None is found out.
+
+    Ids come as dictionary arrays, of 64-bit integers where all of a column are written as such and else of strings.
+
+    Raises:
+        ValueError: the format is not clear, or a line does not fit it.
+    """
+    text_format = find_format(path, wanted, delimiter, header, line)
+    table = _read_histories(path, text_format) if text_format.line == "user" else _read_rows(path, text_format)
+    users, items, *times = table.columns
+    ids = [_as_written(values, column, path) for values, column in zip((users, items), wanted)]
+    return pa.table([*ids, *times], names=[str(number) for number in range(len(wanted))])
+
+
+def _read_rows(path: Path, text_format: TextFormat) -> pa.Table:
+    table = _read_any_times(path, text_format)
+    lines = _count_lines(path) - text_format.skipped_rows
+    if table.num_rows != lines:
+        raise ValueError(
+            f"{path}: {table.num_rows} rows were read of {lines} lines, because a quotation mark opens a value that ends in "
+            "another line: double the marks within values, or write the file with tabs, where marks have no meaning"
+        )
+    return table
+
+
+def _count_lines(path: Path) -> int:
+    """Return how many lines are not empty."""
+    count, last = 0, b"\n"
+    with pa.input_stream(str(path)) as file:
+        first = file.read(len(codecs.BOM_UTF8))
+        rest = b"" if first == codecs.BOM_UTF8 else first
+        while block := rest + file.read(_BLOCK):
+            rest = b""
+            text = np.frombuffer(last + block.replace(b"\r", b"\n"), np.uint8)
+            ends = text == ord("\n")
+            count += int((ends[:-1] & ~ends[1:]).sum())  # a line begins
+            last = b"\n" if ends[-1] else b" "
+    return count
+
+
+def _read_any_times(path: Path, text_format: TextFormat) -> pa.Table:
+    try:
+        return _read_csv(path, text_format)
+    except pa.ArrowInvalid as error:
+        if "CSV conversion error" in str(error) and text_format.times is not None:
+            return _read_csv(path, replace(text_format, times=pa.string()))  # they are not written as those of the first lines
+        if "CSV parse error" in str(error):
+            _refuse_ragged(path, text_format)
+        raise
+
+
+def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], str] | None = None) -> pa.Table:
+    names = [str(number) for number in text_format.wanted]
+    ids = pa.dictionary(pa.int32(), pa.string())  # as written: numbers would lose the zeros that an id begins with
+    types = dict(zip(names, (ids, ids, text_format.times)))  # all: to find one out, Arrow keeps the text of the whole file
+    delimiter = text_format.delimiter.encode()
+    with pa.input_stream(str(path)) as file:
+        return pyarrow.csv.read_csv(
+            file if len(delimiter) == 1 else _OneByteDelimiter(file, delimiter),
+            pyarrow.csv.ReadOptions(
+                use_threads=if_ragged is None,  # one thread knows the numbers of rows
+                block_size=_BLOCK,
+                skip_rows=text_format.skip,
+                column_names=[str(number) for number in range(text_format.columns)],
+            ),
+            pyarrow.csv.ParseOptions(
+                delimiter=text_format.delimiter if len(delimiter) == 1 else STAND_IN,
+                quote_char='"' if text_format.quoted else False,
+                invalid_row_handler=if_ragged,
+            ),
+            pyarrow.csv.ConvertOptions(column_types=types, include_columns=names, strings_can_be_null=True),
+        )
+
+
+def _refuse_ragged(path: Path, text_format: TextFormat) -> None:
+    found: list[Any] = []
+
+    def note(row: Any) -> str:  # what it raised would not come through Arrow
+        found.append(row)
+        return "error"
+
+    with suppress(pa.ArrowInvalid):
+        _read_csv(path, text_format, note)
+    for row in found[:1]:
+        where = f"row {row.number - text_format.skip - 1}"
+        raise ragged(path, where, row.actual_columns, row.expected_columns, text_format.delimiter)
+
+
+class _OneByteDelimiter:
+    """Reads a file with one byte in the place of a delimiter of two."""
+
+    def __init__(self, file: pa.NativeFile, delimiter: bytes) -> None:
+        self._file, self._delimiter, self.closed = file, delimiter, False
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size - 1)
+        if block.endswith(self._delimiter[:1]):
+            block += self._file.read(1)
+        return block.replace(self._delimiter, STAND_IN.encode())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _read_histories(path: Path, text_format: TextFormat) -> pa.Table:
+    """One row an interaction, of a file with one line a user."""
+    users, items, skip, before = [], [], text_format.skip, 0
+    with pa.input_stream(str(path)) as file:
+        for block in _blocks(file):
+            text = pa.array([block], pa.large_binary()).cast(pa.large_string())
+            lines = pc.ascii_trim_whitespace(pc.split_pattern(text, "\n").flatten().slice(skip))
+            numbers = before + skip + 1 + np.flatnonzero(pc.not_equal(lines, "").to_numpy(zero_copy_only=False))
+            before, skip = before + skip + len(lines), 0
+            lines = lines.filter(pc.not_equal(lines, ""))
+            if text_format.delimiter == " ":
+                fields = pc.ascii_split_whitespace(lines)
+            else:
+                fields = pc.split_pattern(lines, text_format.delimiter)
+            counts, values = pc.list_value_length(fields).to_numpy(), fields.flatten()
+            _refuse_empty(path, numbers, counts, values)
+            is_user = np.zeros(len(values), dtype=bool)
+            is_user[np.cumsum(counts) - counts] = True
+            of_line = values.filter(pa.array(is_user)).dictionary_encode()
+            codes = pa.array(np.repeat(of_line.indices.to_numpy(), counts - 1))
+            users.append(pa.DictionaryArray.from_arrays(codes, of_line.dictionary))
+            items.append(values.filter(pa.array(~is_user)).dictionary_encode())
+    ids = pa.dictionary(pa.int32(), pa.large_string())
+    return pa.table([pa.chunked_array(users, ids), pa.chunked_array(items, ids)], names=["0", "1"])
+
+
+def _blocks(file: pa.NativeFile) -> Iterator[bytes]:
+    """Whole lines, some 16 MiB at a time."""
+    rest = b""
+    while block := file.read(_BLOCK):
+        whole, newline, rest = (rest + block).rpartition(b"\n")
+        if newline:
+            yield whole
+    if rest:
+        yield rest
+
+
+def _refuse_empty(path: Path, lines: np.ndarray, counts: np.ndarray, values: pa.Array) -> None:
+    alone = np.flatnonzero(counts < 2)
+    if alone.size:
+        raise ValueError(f"{path}: line {lines[alone[0]]} and {alone.size - 1} more name a user and no item: leave them out")
+    empty = pc.index(values, "").as_py()
+    if empty >= 0:
+        line = lines[np.searchsorted(np.cumsum(counts), empty, side="right")]
+        raise ValueError(f"{path}: line {line} has an empty value: mend it, or pass another delimiter=")
+
+
+def _as_written(column: pa.ChunkedArray, name: Column, path: Path) -> pa.ChunkedArray:
+    """Integers instead of strings where every id is written as one: no zero before, no plus, no fraction, within 64 bits."""
+    column = column.unify_dictionaries()
+    if not column.num_chunks:
+        return column
+    written = column.chunk(0).dictionary
+    try:
+        integers = written.cast(pa.int64())
+    except pa.ArrowInvalid:
+        _refuse_fractions(column, written, name, path)
+        return column
+    if not pc.all(pc.equal(integers.cast(written.type), written)).as_py():
+        return column
+    return pa.chunked_array([pa.DictionaryArray.from_arrays(chunk.indices, integers) for chunk in column.chunks])
+
+
+def _refuse_fractions(column: pa.ChunkedArray, written: pa.Array, name: Column, path: Path) -> None:
+    if pc.all(pc.match_substring_regex(written, r"^[+-]?\d*\.?\d+$")).as_py():
+        fractions = pc.match_substring(written, ".")
+        if pc.any(fractions).as_py():
+            value = written[pc.index(fractions, True).as_py()].as_py()
+            row = next(number for number, other in enumerate(column) if other.as_py() == value)
+            raise ValueError(
+                f"column {name!r} of {path} holds numbers with a fraction, not integers or strings, such as {value} in row "
+                f"{row}: pass the column of ids, or write them without"
+            )
+
+
+# -- times
+
+
+def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[Any]:
+    """Return an int64 or float64 for every row, as :class:`~lightning_freescale.data.Histories` describes; no value is missing.
+
+    Raises:
+        ValueError: a value is no time; names it, its row and what to pass.
+    """
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if str(values.type) in ("string", "large_string", "string_view"):
+        values = _parsed(values.cast(pa.large_string()), column, name)
+    if pa.types.is_date(values.type):
+        values = values.cast(pa.timestamp("s"))
+    if pa.types.is_floating(values.type):
+        return _refuse_non_finite(values.cast(pa.float64()).to_numpy(), column, name)
+    if not (pa.types.is_integer(values.type) or pa.types.is_timestamp(values.type)):
+        raise ValueError(
+            f"column {column!r} of {name} holds {values.type}, not times, such as {values[0]} in row 0: pass the column "
+            "of times, or time=None if the rows of each user are in order"
+        )
+    try:
+        return np.asarray(values.cast(pa.int64()).to_numpy())
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"column {column!r} of {name} holds values beyond 64-bit integers ({error}): map them first"
+        ) from error
+
+
+def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.ChunkedArray:
+    parsed = next((found for kind in TIME_TYPES if (found := try_cast(values, kind)) is not None), None)
+    if parsed is not None:
+        return parsed
+    row = _first_bad(values)
+    other = f", and {values[0].as_py()!r} in row 0" if row else ""
+    raise ValueError(
+        f"column {column!r} of {name} has {values[row].as_py()!r} in row {row}{other}: times are all numbers, or all dates or "
+        "ISO 8601, with a time zone or all without. Convert them, or pass time=None if the rows of each user are in order"
+    )
+
+
+def _first_bad(values: pa.ChunkedArray) -> int:
+    """The first row whose value is of another kind than that of row 0, or row 0 if that is of none."""
+    kinds = [kind for kind in TIME_TYPES if try_cast(values.slice(0, 1), kind) is not None]
+    good, bad = 0, len(values)  # that many values can be cast, and cannot
+    while kinds and bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (good, middle) if try_cast(values.slice(good, middle - good), kinds[-1]) is None else (middle, bad)
+    return bad - 1 if kinds else 0
+
+
+def _refuse_non_finite(times: NDArray[np.float64], column: int | str, name: str) -> NDArray[np.float64]:
+    bad = np.flatnonzero(~np.isfinite(times))
+    if bad.size:
+        raise ValueError(
+            f"column {column!r} of {name} has {times[bad[0]]} in row {bad[0]} and {bad.size - 1} more that are no times: drop "
+            "or fill those rows"
+        )
+    return times

@@ -1,4 +1,4 @@
-"""How a text file holds interactions, as its first lines tell."""
+"""Find out from the first lines how a text file holds interactions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-
-from lightning_freescale.data.times import kind_of
+import pyarrow.compute as pc
 
 Column = int | str
 Line = Literal["interaction", "user"]
@@ -21,6 +20,15 @@ _DELIMITERS = ("\t", ",", " ", "::")
 _SAID_BY_SUFFIX = {".csv": ",", ".tsv": "\t"}
 _SAMPLE = 1 << 16  # bytes to look at
 _NUMBER = re.compile(r"\s*[+-]?\.?\d[\d.,:TZ eE+-]*")  # or a date
+TIME_TYPES = (
+    pa.int64(),
+    pa.float64(),
+    pa.timestamp("s"),
+    pa.timestamp("s", "UTC"),
+    pa.timestamp("ns"),
+    pa.timestamp("ns", "UTC"),
+)
+"""The types that times written as text may have. If two of them fit a value, the later one takes more values."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def find_format(
     named = _has_header(path, rows, [] if line == "user" else wanted, header)
     names: list[Any] = rows[0] if named else list(range(len(rows[0])))
     where = (0, 1) if line == "user" else positions(names, wanted, path)
-    times = kind_of([fields[where[2]] for fields in rows[named:]]) if len(where) > 2 else None
+    times = _time_type([fields[where[2]] for fields in rows[named:]]) if len(where) > 2 else None
     skip = numbers[0] - 1 + named
     return TextFormat(delimiter, line, skip, sum(map(bool, first_lines[:skip])), len(rows[0]), where, times)
 
@@ -219,3 +227,17 @@ def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[i
     if len(set(found)) < len(found):
         raise ValueError(f"{source}: user, item and time are columns {wanted}, of which two are the same: pass one for each")
     return found
+
+
+def try_cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
+    """Return the values as another type, None if they do not fit it."""
+    try:
+        return pc.cast(values, kind)
+    except pa.ArrowInvalid:
+        return None
+
+
+def _time_type(written: list[str]) -> pa.DataType:
+    """Return the type of these times, empty ones aside; string if they are no times."""
+    values = pa.chunked_array([pa.array([value for value in written if value], pa.large_string())])
+    return next((kind for kind in TIME_TYPES if try_cast(values, kind) is not None), pa.string())

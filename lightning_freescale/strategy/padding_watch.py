@@ -11,9 +11,8 @@ import numpy as np
 from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance import BalanceReport, predict
 from lightning_freescale.balance.micro_batches import MicroBatches
-from lightning_freescale.data.batch_shapes import BatchShapes, shapes_of
 from lightning_freescale.data.map_style import MapStyleData
-from lightning_freescale.data.padding import PaddingDetector
+from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shapes_of
 
 _MOST_STEPS = 12
 """Steps after which batches that do not tell are taken to be jagged."""

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.data import Histories, HistoryDataset, collate_histories, read_interactions
-from lightning_freescale.data import raw_files as raw_files_module
+from lightning_freescale.data import Histories, HistoryDataset, collate_histories, read_interactions, sources
 
 ROWS = [(7, 100, 1), (7, 300, 2), (3, 300, 5), (7, 200, 3), (3, 100, 6)]
 
@@ -108,7 +107,7 @@ def test_long_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the first look, which cuts a line; thousands of ids of digits alone stand before one with a letter."""
     rows = [(f"A{number % 100}", 1_000_000 + number, number) for number in range(5000)]
     for name, block in (("rows.txt", 1 << 24), ("rows.txt", 4096), ("rows.txt.gz", 4096)):
-        monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+        monkeypatch.setattr(sources, "_BLOCK", block)
         path = _text(tmp_path, _lines([*rows, ("A0", "B1", 9000)], ","), name)
         histories = read_interactions(path, user=0, item=1, time=2)
         assert len(histories.items) == 5001 and histories.num_items == 5001
@@ -136,7 +135,7 @@ DAY = 86_400
 @pytest.mark.parametrize("block", [1 << 24, 128], ids=["one block", "a block a line"])
 def test_times(written: list[str], times: list[float], block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one block or one each, what decides the type; as text, as strings of a table, and as categories."""
-    monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+    monkeypatch.setattr(sources, "_BLOCK", block)
     path = _text(tmp_path, "".join(f"{'u' * 50},i,{value}\n" for value in written))
     table = pa.table({"user": [1] * 3, "item": [1] * 3, "time": written})
     categories = table.set_column(2, "time", table["time"].dictionary_encode())
@@ -159,7 +158,7 @@ def test_times(written: list[str], times: list[float], block: int, tmp_path: Pat
 )
 @pytest.mark.parametrize("block", [1 << 24, 128], ids=["one block", "a block a line"])
 def test_bad_times(written: list[str], message: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+    monkeypatch.setattr(sources, "_BLOCK", block)
     path = _text(tmp_path, "user,item,time\n" + "".join(f"{'u' * 50},i,{value}\n" for value in written))
     with pytest.raises(ValueError, match=rf"column 'time' of {path} .*{message}"):
         read_interactions(path)
@@ -173,7 +172,7 @@ def _places(histories: dict[Any, list[tuple[Any, Any]]]) -> dict[Any, list[tuple
 @pytest.mark.parametrize("block", [1 << 24, 4], ids=["one block", "four bytes a block"])
 def test_one_line_a_user(delimiter: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As LightGCN's Gowalla and Yelp."""
-    monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+    monkeypatch.setattr(sources, "_BLOCK", block)
     text = _lines([(7, 100, 300, 200), (3, 300, 100)], delimiter)
     for name in ("train.txt", "train.txt.gz"):
         assert _told(read_interactions(_text(tmp_path, text, name), time=None)) == _places(EXPECTED)
@@ -253,7 +252,7 @@ def test_what_is_not_clear_can_be_said_by_an_option_or_the_suffix(tmp_path: Path
 def test_quotation_marks_have_no_meaning_without_commas(
     delimiter: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+    monkeypatch.setattr(sources, "_BLOCK", block)
     artists = ['"Heroes', "a", '"Weird Al" Yankovic', "b", 'Sign "O"', '"c', '"']
     rows = [(user, artist, time) for user in (1, 2) for time, artist in enumerate(artists)]
     histories = read_interactions(_text(tmp_path, "\n" + _lines(rows, delimiter)), user=0, item=1, time=2, header=False)
@@ -263,7 +262,7 @@ def test_quotation_marks_have_no_meaning_without_commas(
 def test_a_delimiter_of_two_bytes_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = _lines([(number, f"a:{number}", number) for number in range(200)], "::")
     for block in (64, 65, 66, 67):
-        monkeypatch.setattr(raw_files_module, "_BLOCK", block)
+        monkeypatch.setattr(sources, "_BLOCK", block)
         histories = read_interactions(_text(tmp_path, text), user=0, item=1, time=2)
         assert _told(histories) == {number: [(f"a:{number}", number)] for number in range(200)}
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.data.batch_shapes import BatchShapes, shapes_of
-from lightning_freescale.data.padding import PaddingDetector
+from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shapes_of
 
 Samples = list[Tensor]
 STEPS, RANKS = 6, 2
