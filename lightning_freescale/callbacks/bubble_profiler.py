@@ -24,6 +24,7 @@ from lightning_freescale._lightning.loops import (
 )
 from lightning_freescale._lightning.progress_line import ProgressLine
 from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
 from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
 from lightning_freescale.profiling.hanging.watch import HangWatch
@@ -138,7 +139,7 @@ class BubbleProfiler(Callback):
         self._observing.enter_context(before_batches(trainer, self._open_first_step))
         run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name)
         device = trainer.strategy.root_device
-        self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs)
+        self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs, advise)
         if self.verbose and trainer.is_global_zero:
             self._observing.enter_context(self._line.beside_bar(trainer))
         self._watch = self._observing.enter_context(HangWatch(self._timeline, dirpath))

@@ -26,6 +26,7 @@ from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
 from lightning_freescale.profiling.reporting.page import plotting
 from lightning_freescale.profiling.reporting.report import BubbleReport
+from lightning_freescale.profiling.reporting.verdict import Advise
 
 _LAG = 2
 """The newest steps wait for the next exchange: they may still be running on a device, which nobody should wait for."""
@@ -79,6 +80,7 @@ class StepProfiler:
         run: what is run.
         dirpath: where rank 0 writes its files, and every rank its window of torch.profiler.
         fit_costs: fits what the ranks worked on to their compute times.
+        advise: knows how the run was set up, for the advice of the verdict.
 
     Raises:
         OSError: rank 0 cannot write to the folder; on every rank.
@@ -96,6 +98,7 @@ class StepProfiler:
         run: RunInfo,
         dirpath: Path,
         fit_costs: FitCosts | None = None,
+        advise: Advise | None = None,
     ) -> None:
         assert timeline.clock is not None
         self.timeline, self.options = timeline, options
@@ -106,7 +109,7 @@ class StepProfiler:
             raise OSError(problems[0])
         if self._leads and not plotting.is_installed():
             warnings.warn(plotting.WITHOUT, stacklevel=2)  # now, not when days of training have ended
-        self._history = History(run, options.max_steps, fit_costs)
+        self._history = History(run, options.max_steps, fit_costs, advise)
         watched, window = options.torch_profiler_steps, self.files.window(0 if group is None else group.rank())
         self._kineto = KinetoSteps(KinetoWindow(watched, device, window) if watched else None)
         self._buffer = StepBuffer(timeline, min(options.trace_steps, max(1, _MAX_TRACED // run.world_size)))

@@ -24,6 +24,7 @@ from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
+from lightning_freescale.profiling.reporting.verdict import Advise
 
 Floats = NDArray[np.float64]
 FitCosts = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
@@ -46,8 +47,8 @@ class History:
         added: how many steps were ever added.
     """
 
-    def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None) -> None:
-        self._run, self._max_steps, self._fit_costs = run, max_steps, fit_costs
+    def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None, advise: Advise | None = None) -> None:
+        self._run, self._max_steps, self._fit_costs, self._advise = run, max_steps, fit_costs, advise
         # number, breakdown, samples, features and predicted load of a step, the last four of every rank, and its plan
         self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...], tuple[Any, ...], PlannedStep | None]]
         self._steps = deque(maxlen=max_steps)
@@ -125,6 +126,7 @@ class History:
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             memory=_memory_of(list(self._memory)),
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
+            advise=self._advise,
         )
 
     def _what_if(

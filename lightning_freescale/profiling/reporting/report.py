@@ -19,7 +19,7 @@ from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, Document, write
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.text import summary
-from lightning_freescale.profiling.reporting.verdict import verdict_on
+from lightning_freescale.profiling.reporting.verdict import Advise, verdict_on
 
 Floats = NDArray[np.float64]
 _SHARES = ("data_wait", "compute", *PART_NAMES[2:])
@@ -61,6 +61,7 @@ class BubbleReport:
             unknown.
         balance: what the plans of the steps say; None if there were none.
         memory: what every rank held at the end of every window; None if nobody knows.
+        advise: knows how the run was set up, for the advice of the verdict; None for that for any loop.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -85,6 +86,7 @@ class BubbleReport:
     balance: PlannedBalance | None = None
     memory: MemoryWindows | None = None
     replayed: NDArray[np.intp] | None = None
+    advise: Advise | None = None
 
     def __post_init__(self) -> None:
         # ranks may be fewer than the world: an interrupted run has but rank 0
@@ -193,7 +195,7 @@ class BubbleReport:
             "median_step": self.median_step,
         }
         document = {name: _plain(value, name) for name, value in values.items()}
-        document["verdict"] = verdict_on(document)._asdict()  # on the figures that a reader sees
+        document["verdict"] = verdict_on(document, self.advise)._asdict()  # on the figures that a reader sees
         if series:
             document["series"] = {
                 "columns": list(PART_NAMES),

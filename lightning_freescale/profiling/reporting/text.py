@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.profiling.analysis.planned import costs_in_words
-from lightning_freescale.profiling.reporting.causes import PARTED, steps_of
-from lightning_freescale.profiling.reporting.verdict import WORTH_DOING
+from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, steps_of
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -224,7 +223,7 @@ def _slow_ranks(document: Mapping[str, Any]) -> str | None:
     named = ", ".join(f"rank {rank} takes {score:.2f}x" for rank, score in slow.items())
     if document["imbalance"]["method"] == "cost model":
         return f"{named} what its samples explain: a slow or shared device?"
-    return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths_fn= tells"
+    return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths would tell"
 
 
 def _memory(document: Mapping[str, Any]) -> str | None:

@@ -1,59 +1,105 @@
-"""What a bubble report comes to: the cause that costs most, why it is that one, and what to do next."""
+"""The verdict on a bubble report: the cause that costs most, the figures that say so, and what to do next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from lightning_freescale.profiling.reporting.causes import (
-    PARTED,
-    VERDICTS,
-    BubbleVerdict,
-    Document,
-    idle_in_compute,
-    shares_of,
-    steps_of,
-)
-
+Document = Mapping[str, Any]
+Advise = Callable[[str, str, Document], "str | None"]
+"""Takes a cause, the exchange or section of host overhead it is about, and the document; returns what to do, or None."""
+PARTED = 0.03
+"""Predicted and measured imbalance agree unless they differ by more than this."""
 WORTH_DOING = 1.03
-"""What removing a cause must bring for anybody to bother."""
+"""Speed-up that removing a cause must bring before the verdict names it."""
 _PADDED = 0.2
 """Share of the computed tokens above which padding is named as a cause."""
+_EXCEEDS = 1.03
+"""A gain so much above what the share alone would bring comes of waits that go with the cause."""
+_WORTH_NAMING = 0.2
+"""What is less than this share of the largest section or cause is not named beside it."""
+_FALLS_SHORT = 0.95
+"""A gain so much below what the share would bring is all that compute can hide."""
+_BESIDE = 0.05
+"""An exchange hidden for less than this share of the wait for it moves its bytes while everybody waits."""
 _PAGE = "docs/how_to/read_the_report.md"
-_RECIPES = {"data_wait": "#the-loader-is-late", "host_overhead": "#the-host-is-busy", "unexplained": "#the-host-is-busy"}
-"""Of parts that have one cause, whatever a replay would say."""
+_HOW = {
+    "data loading": "#the-loader-is-late",
+    "imbalance of data": "#histories-differ",
+    "slow hardware": "#a-rank-is-slow",
+    "uneven compute": "#compute-is-uneven",
+    "embedding exchange": "#rows-are-waited-for",
+    "dense communication": "#other-exchanges-are-waited-for",
+    "other communication": "#other-exchanges-are-waited-for",
+    "host overhead": "#the-host-is-busy",
+    "padding": "#batches-are-padded",
+    "idle device": "#the-gpu-waits-for-the-host",
+}
+"""Where in ``_PAGE`` the advice stands, by cause."""
+_PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
+"""Causes of the parts that have a single one, whatever a replay would say."""
+_ADVICE = {
+    "data loading": "Make batches in more worker processes; or less work for each sample",
+    "imbalance of data": "lightning_freescale.balance assigns samples so that ranks finish together",
+    "slow hardware": "See what else runs on that device, or give it less work",
+    "uneven compute": "Look for other work on the machine, or for compute that does not depend on the history's length",
+    "embedding exchange": "Exchange rows while the model computes",
+    "dense communication": "Send gradients less often; a larger batch hides more",
+    "other communication": "ProfilerOptions(torch_profiler_steps=3) shows who calls it",
+    "host overhead": "Less work between the spans, or further spans that show what it is",
+    "padding": "Padding to the longest sample of the batch computes less padding; jagged attention computes none",
+    "idle device": "Fewer and larger kernels: a larger batch, operations on the whole batch instead of a loop over samples, or "
+    "torch.compile",
+    "nothing": "A faster device, a smaller model, or more samples per rank",
+}
+"""Advice for any loop, by cause."""
 
 
-def verdict_on(document: Document) -> BubbleVerdict:
-    """Return the verdict on a document; its series are not needed."""
-    found, summary = _largest_cause(document), document["summary"]
+class BubbleVerdict(NamedTuple):
+    """The largest cause of bubbles.
+
+    Attributes:
+        cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
+            ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
+            ``"padding"``, ``"idle device"`` (in compute), ``"waiting for peers"`` (not divided), ``"nothing"`` that would be
+            worth doing, or a part of the step if the run was not replayed.
+        speed_up: what the run would gain without it, by the replay; None if it was not replayed.
+        verdict: the cause, and what it costs, in a sentence.
+        why: the figures that say so.
+        next: what to set, or read.
+        also: the second largest cause and its advice, if that is worth doing, too.
+    """
+
+    cause: str
+    speed_up: float | None
+    verdict: str
+    why: str
+    next: str
+    also: str | None = None
+
+
+class _Finding(NamedTuple):
+    """A cause with its figures, before there is advice on it; ``about`` is an exchange or a section of host overhead."""
+
+    cause: str
+    what: str
+    share: float
+    why: str
+    detail: str = ""
+    about: str = ""
+
+
+def verdict_on(document: Document, advise: Advise | None = None) -> BubbleVerdict:
+    """Return the verdict on a document, whose series are not needed.
+
+    ``advise`` knows how the run was set up; where it returns None, the advice is that for any loop.
+    """
+    found, summary = _largest_cause(document, advise or (lambda *_: None)), document["summary"]
     predicted, measured = summary.get("predicted_imbalance"), summary["compute_imbalance"]
     if predicted is None or measured - predicted <= PARTED:
         return found
     why = f"{found.why} The plan predicted a compute imbalance of {predicted:.2f}; the measured one is {measured:.2f}."
     return BubbleVerdict(*found[:3], why, *found[4:])
-
-
-def _largest_cause(document: Document) -> BubbleVerdict:
-    gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in VERDICTS}
-    shares, padding = shares_of(document), document["summary"].get("padding") or {"tokens": 0.0}
-    if padding["tokens"] <= _PADDED:
-        gains.pop("no padding", None)
-    known = {name: gain for name, gain in gains.items() if gain is not None}
-    if starved := min(idle_in_compute(document), 0.99):
-        known["no idle device"] = 1 / (1 - starved)
-    padded = padding["tokens"] * shares["compute"] if "no padding" in known else 0.0
-    # what a replay cannot judge is judged by its share
-    unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
-    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"], padded):
-        return _undivided(document)
-    if not known and shares["compute"] < 1 / WORTH_DOING:
-        return _not_replayed(document)
-    causes = sorted((name for name, gain in known.items() if gain >= WORTH_DOING), key=known.__getitem__, reverse=True)
-    found = [VERDICTS[name](document, known[name]) for name in causes] + ([_undivided(document)] if unknown else [])
-    if not found:
-        return _nothing(document, known)
-    first, *others = found
-    return BubbleVerdict(*first[:-1], f"{others[0].verdict} {others[0].next}") if others else first
 
 
 def verdict_line(document: Document) -> str:
@@ -63,24 +109,84 @@ def verdict_line(document: Document) -> str:
     return f"{ended}Verdict: {verdict['verdict']} Why: {verdict['why']} Next: {verdict['next']}"
 
 
-def _nothing(document: Document, gains: Mapping[str, float]) -> BubbleVerdict:
+def steps_of(document: Document) -> str | None:
+    """Return which steps were replayed, if these are not all of the report."""
+    replay, status = document.get("replay"), document["status"]
+    if replay is None or replay["steps"] == status["steps"]:
+        return None
+    first, last = replay["first_step"], replay["last_step"]
+    some = "" if last - first + 1 == replay["steps"] else f"{replay['steps']} of "
+    return f"{some}steps {first} to {last}"
+
+
+def _largest_cause(document: Document, advise: Advise) -> BubbleVerdict:
+    gains = {case["name"]: case["speed_up"] for case in document["what_if"] if case["name"] in _FINDINGS}
+    shares, padding = _shares_of(document), document["summary"].get("padding") or {"tokens": 0.0}
+    if padding["tokens"] <= _PADDED:
+        gains.pop("no padding", None)
+    known = {name: gain for name, gain in gains.items() if gain is not None}
+    if starved := min(_idle_in_compute(document), 0.99):
+        known["no idle device"] = 1 / (1 - starved)
+    padded = padding["tokens"] * shares["compute"] if "no padding" in known else 0.0
+    # what a replay cannot judge is judged by its share
+    unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
+    if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"], padded):
+        return _undivided(document)
+    if not known and shares["compute"] < 1 / WORTH_DOING:
+        return _not_replayed(document)
+    causes = sorted((name for name, gain in known.items() if gain >= WORTH_DOING), key=known.__getitem__, reverse=True)
+    found = [_verdict(document, name, known[name], advise) for name in causes] + ([_undivided(document)] if unknown else [])
+    if not found:
+        return _nothing(document, known, advise)
+    first, *others = found
+    return BubbleVerdict(*first[:-1], f"{others[0].verdict} {others[0].next}") if others else first
+
+
+def _verdict(document: Document, case: str, gain: float, advise: Advise) -> BubbleVerdict:
+    """Put what was replayed without a cause into sentences, and add the advice on it."""
+    if case == "no idle device":
+        return _idle_device(document, gain)
+    cause, what, share, why, detail, about = _FINDINGS[case](document, gain)
+    if gain > _EXCEEDS / (1 - share) and document["run"]["world_size"] > 1:
+        why += " It also makes other ranks wait, and those waits would go with it."
+    steps = steps_of(document)
+    named = f"{what}, {share:.1%} of the time{f' in {steps}' if steps else ''}{', ' if detail else ''}{detail}"
+    verdict = f"{named}: without it {'they' if steps else 'the run'} would be {gain:.2f}x as fast."
+    advice = advise(cause, about, document) or _ADVICE[cause]
+    if cause == "host overhead" and _has_no_data_spans(document):
+        advice = f"Iterate over batches_on(timeline, loader), which stamps waits for data. {advice}"
+    return BubbleVerdict(cause, gain, verdict, why, f"{advice} ({_PAGE}{_HOW[cause]}).")
+
+
+def _idle_device(document: Document, gain: float) -> BubbleVerdict:
+    share = _idle_in_compute(document)
+    return BubbleVerdict(
+        "idle device",
+        gain,
+        f"Idle device, {share:.1%} of the time: the host launches kernels more slowly than the device runs them. Without it "
+        f"the run would be at most {gain:.2f}x as fast.",
+        f"In {document['device_idle']['steps']} steps under torch.profiler, which slows the host down, the device ran nothing "
+        f"for {share:.1%} of the time beyond the bubbles.",
+        f"{_ADVICE['idle device']} ({_PAGE}{_HOW['idle device']}).",
+    )
+
+
+def _nothing(document: Document, gains: Mapping[str, float], advise: Advise) -> BubbleVerdict:
     padding = document["summary"].get("padding")
     beside = "" if padding is None else f" Padding is {padding['tokens']:.0%} of the computed tokens."
-    best, compute, steps = max(gains.values(), default=1.0), shares_of(document)["compute"], steps_of(document)
-    unseen = document["run"]["device"] != "cpu" and document["device_idle"] is None
-    idle = "BubbleProfiler(torch_profiler_steps=3) shows whether the device is idle in compute and waits for the host. "
+    best, compute, steps = max(gains.values(), default=1.0), _shares_of(document)["compute"], steps_of(document)
     return BubbleVerdict(
         "nothing",
         best if gains else None,
         f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         f"as fast.{beside}",
-        f"{idle if unseen else ''}A faster device, a smaller model, or more samples per rank.",
+        f"{advise('nothing', '', document) or _ADVICE['nothing']}.",
     )
 
 
 def _not_replayed(document: Document) -> BubbleVerdict:
-    shares = shares_of(document)
+    shares = _shares_of(document)
     part = max(("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplained"), key=shares.__getitem__)
     why = "the ranks waited for each other in no common order"
     if not document["status"]["complete"]:
@@ -92,12 +198,12 @@ def _not_replayed(document: Document) -> BubbleVerdict:
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
         f"The steps were not replayed, so what removing it would bring is not known: {why}.",
-        f"See {_PAGE}{_RECIPES.get(part, '')}.",
+        f"See {_PAGE}{_HOW[_PARTS[part]] if part in _PARTS else ''}.",
     )
 
 
 def _undivided(document: Document) -> BubbleVerdict:
-    share, reason = shares_of(document)["wait"], document["wait_attribution"]["reason"]
+    share, reason = _shares_of(document)["wait"], document["wait_attribution"]["reason"]
     return BubbleVerdict(
         "waiting for peers",
         None,
@@ -105,3 +211,140 @@ def _undivided(document: Document) -> BubbleVerdict:
         f"{reason[:1].upper()}{reason[1:]}.",
         "See docs/report.md#waits-that-are-not-divided.",
     )
+
+
+# -- each cause by its figures
+
+
+def _data(document: Document, gain: float) -> _Finding:
+    share, step = _shares_of(document)["data_wait"], _step_seconds(document)
+    most = max(document["ranks"], key=lambda rank: rank["shares"]["data_wait"])
+    uneven = most["shares"]["data_wait"] > 2 * document["summary"]["shares"]["data_wait"]
+    where = f", most of it on rank {most['rank']}" if uneven else ""
+    why = f"A rank waits {_ms(share * step)} ms of a step of {_ms(step)} ms for its batch{where}."
+    return _Finding("data loading", "Data wait", share, why)
+
+
+def _imbalance(document: Document, gain: float) -> _Finding:
+    split, share = document["imbalance"] or {}, _shares_of(document)["straggler_wait"]
+    parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
+    differ = f"Of {_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
+    by_costs = split.get("method") == "cost model"
+    largest = max(parts, key=parts.__getitem__)
+    slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
+    if largest == "hardware" and parts["hardware"] > 0 and not slow:  # none clearly, but always the same ones
+        slow = dict([max(((rank["rank"], rank["score"]) for rank in document["ranks"]), key=lambda one: one[1])])
+    explained = "what its samples explain" if by_costs else "as long as the others"
+    named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
+    if by_costs and largest == "data":
+        why = f"{differ}, {_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
+        if not slow:
+            return _Finding("imbalance of data", "Straggler wait", share, why, "caused by unequal histories")
+        alone = next((case["speed_up"] for case in document["what_if"] if case["name"] == "equal histories"), None)
+        why += f" And {named}."
+        why += f" Equal histories alone would make the run {alone:.2f}x as fast." if alone is not None else ""
+        detail = "caused by unequal histories and slow ranks"
+        return _Finding("imbalance of data", "Straggler wait", share, why, detail, "slow ranks")
+    if largest == "hardware" and slow:
+        why = f"{named[:1].upper()}{named[1:]}."
+        if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
+            why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
+        return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
+    why = "The ranks' compute differs from step to step; the profiler does not know what they work on."
+    if by_costs:
+        why = f"{differ}, {_ms(parts['jitter'])} are explained neither by samples nor by ranks."
+    return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
+
+
+def _transfer(document: Document, gain: float) -> _Finding:
+    run, exchanges = document["run"], document["exchanges"]
+    share = _shares_of(document)["transfer"]
+    exposed = max(exchanges, key=lambda exchange: exchange["transfer_s"])
+    name, moved = exposed["name"], exposed["moved_bytes"] or 0
+    behind = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"].endswith("(background)"))
+    why = f"A rank waits {_ms(exposed['transfer_s'])} ms of a step for {name} that nothing hides"
+    if moved:
+        alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"]
+        fast = f", at {_short(moved / 1e6 / exposed['transfer_s'])} MB/s" if alone else ""
+        why += f": {_short(moved / 1e6)} MB{fast}"
+    if gain < _FALLS_SHORT / (1 - share):
+        why += "; there is too little compute to hide all of it"
+    cause = _cause_of_exchange(name, run)
+    if cause == "dense communication" and behind > moved and run.get("overlap") == "on":
+        # they share a link, and the last ones wait there for all the others
+        cause = "embedding exchange"
+        why += f", behind {_short(behind / 1e6)} MB of the embedding exchange on the same link"
+    return _Finding(cause, "Transfer", share, f"{why}.", f"most of it of {name}", name)
+
+
+def _cause_of_exchange(name: str, run: Document) -> str:
+    of_shards = name.startswith(("all_gather", "reduce_scatter")) and not name.endswith("object")
+    if name.startswith(("embedding rows", "embedding exchange")):
+        return "embedding exchange"
+    # TorchRec's own exchanges have torch's names; where ours take their place, such a name is of the user's code
+    sharded = run.get("overlap") in ("off", "impossible")
+    unknown = run.get("overlap") is None and run.get("sharded_tables") is not False
+    if (name.startswith("all_to_all") and (sharded or unknown)) or (of_shards and sharded):
+        return "embedding exchange"
+    weights = of_shards and any(kind in run["strategy"].lower() for kind in ("fsdp", "deepspeed", "modelparallel"))
+    return "dense communication" if weights or name in ("dense gradients", "buffers") else "other communication"
+
+
+def _host(document: Document, gain: float) -> _Finding:
+    shares = _shares_of(document)
+    share = shares["host_overhead"] + shares["unexplained"]
+    sections = sorted(document["host_s"].items(), key=lambda item: -item[1])[:2]
+    named = [f"{_ms(seconds)} ms in {name}" for name, seconds in sections if seconds >= _WORTH_NAMING * sections[0][1]]
+    why = f"A rank spends {_ms(share * _step_seconds(document))} ms of a step outside forward, backward and optimizer"
+    why = ": ".join([why, *[", ".join(named)][: bool(named)]]) + "."
+    if _has_no_data_spans(document):
+        why += " No wait for data was stamped: it may be part of that."
+    return _Finding("host overhead", "Host overhead", share, why, about=sections[0][0] if sections else "")
+
+
+def _has_no_data_spans(document: Document) -> bool:
+    unexplained = _shares_of(document)["unexplained"] > _EXCEEDS - 1
+    return unexplained and not document["summary"]["shares"]["data_wait"]
+
+
+def _padding(document: Document, gain: float) -> _Finding:
+    tokens = document["summary"]["padding"]["tokens"]
+    why = "The gain is predicted: compute is taken to be proportional to the computed tokens."
+    share = tokens * _shares_of(document)["compute"]
+    return _Finding("padding", f"Padding: {tokens:.0%} of the computed tokens", share, why)
+
+
+def _idle_in_compute(document: Document) -> float:
+    """The share of the time in which the devices ran nothing beyond what bubbles explain; 0 if that is unknown.
+
+    The host that launches kernels is slower under torch.profiler, so this is an upper bound.
+    """
+    seen = [share for share in (document["device_idle"] or {"idle": []})["idle"] if share is not None]
+    return max(0.0, sum(seen) / len(seen) - (1 - _shares_of(document)["compute"])) if seen else 0.0
+
+
+_FINDINGS: Mapping[str, Callable[[Document, float], _Finding]] = {
+    "no data wait": _data,
+    "perfect balance": _imbalance,
+    "full overlap": _transfer,
+    "no host overhead": _host,
+    "no padding": _padding,
+}
+"""By what was replayed."""
+
+
+def _shares_of(document: Document) -> Mapping[str, float]:
+    """The shares of the steps that were replayed, so that they and what-ifs are of the same; of all where none were."""
+    return (document.get("replay") or document["summary"])["shares"]
+
+
+def _step_seconds(document: Document) -> float:
+    return (document.get("replay") or document["summary"])["step_s"]
+
+
+def _ms(seconds: float) -> str:
+    return _short(seconds * 1e3)
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.3g}" if abs(figure) < 100 else f"{figure:.0f}"

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.planned import PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.causes import _HOW, BubbleVerdict
 from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from lightning_freescale.profiling.reporting.verdict import verdict_line, verdict_on
+from lightning_freescale.profiling.reporting.verdict import _ADVICE, _HOW, BubbleVerdict, verdict_line, verdict_on
 from tests.helpers.reports import full_report, report_of, run_info, step
 
 CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead")
@@ -48,11 +48,11 @@ def _report(gains: dict[str, float | None], **more: Any) -> BubbleReport:
     told = {
         name: more.pop(name) for name in ("strategy", "assignment", "overlap", "sharded_tables", "num_workers") if name in more
     }
-    return full_report(what_if=cases, run=run_info(**told), **more)
+    return full_report(what_if=cases, run=run_info(**told), advise=advise, **more)
 
 
 def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
-    return verdict_on(_report(gains, **more).document())
+    return verdict_on(_report(gains, **more).document(), advise)
 
 
 def _balance(imbalance: Imbalance, cause: str, advice: str, **more: Any) -> tuple[Any, ...]:
@@ -106,12 +106,20 @@ def test_each_cause_has_its_way_out(gains: dict[str, float | None], more: dict[s
     if "parts" in more:  # compute twice as uneven as the plan predicted
         more = {**more, "parts": np.array([[step(0.1, forward=0.02, straggler_wait=0.06), step(0.1, forward=0.08)]] * 3)}
     report = _report(gains, **more)
-    verdict = verdict_on(report.document())
+    verdict = verdict_on(report.document(), advise)
     assert verdict.cause == cause and advice in verdict.next
     assert verdict.speed_up == max(gain for name, gain in gains.items() if name != "balance + overlap" and gain is not None)
     text = str(report).splitlines()
     assert text[0].startswith(f"Verdict: {verdict.verdict[:60]}")
     assert [line.split(":")[0] for line in text if line.startswith(("Why:", "Next:"))] == ["Why", "Next"]
+
+
+@pytest.mark.parametrize(("gains", "more", "cause", "advice"), WAYS_OUT)
+def test_without_lightning_advice_is_for_any_loop(gains: Any, more: dict[str, Any], cause: str, advice: str) -> None:
+    document = _report(gains, **{name: value for name, value in more.items() if name not in ("parts", "predicted")}).document()
+    verdict = verdict_on(document)
+    assert verdict.cause == cause and verdict.next.startswith(_ADVICE[cause])
+    assert not any(word in verdict.next for word in ("FreeScale", "Trainer", "BubbleProfiler", "on_train_batch"))
 
 
 def test_every_way_out_has_its_recipe() -> None:
@@ -134,7 +142,7 @@ def test_the_line_of_a_log() -> None:
 def test_a_slow_rank_is_named_beside_histories_that_cost_more() -> None:
     """The gain is that of both."""
     report = _report({"perfect balance": 1.37, "no host overhead": 1.0}, imbalance=MIXED)
-    verdict = verdict_on(replace(report, what_if=[*report.what_if, WhatIf("equal histories", 1.14, 1.6)]).document())
+    verdict = verdict_on(replace(report, what_if=[*report.what_if, WhatIf("equal histories", 1.14, 1.6)]).document(), advise)
     assert verdict.cause == "imbalance of data" and "slow ranks" in verdict.verdict
     assert "rank 1 takes 1.30 times" in verdict.why and "1.14x" in verdict.why
     assert "FreeScaleDataModule(train_set" in verdict.next and "slow_ranks='rebalance'" in verdict.next
@@ -334,4 +342,4 @@ def test_a_device_that_is_idle_in_compute_is_a_cause() -> None:
 def test_nothing_worth_doing_on_a_gpu_says_how_to_see_it_idle(device: str, named: bool) -> None:
     run = replace(run_info(), device=device)
     report = full_report(what_if=[WhatIf(name, 1.0, 1.6) for name in CASES], run=run, device_idle=None)
-    assert ("torch_profiler_steps=3" in verdict_on(report.document()).next) == named
+    assert ("torch_profiler_steps=3" in verdict_on(report.document(), advise).next) == named
