@@ -85,7 +85,7 @@ def _count(exchange: str, hot: np.ndarray, options: Any) -> tuple[float, float, 
 
     def compare_and_count(collisions: Collisions, following: Any, current: Any) -> Any:
         nonlocal crossed
-        asked = following.incoming
+        asked = following.requested.incoming
         per_node = len(asked.sizes) // options.nodes
         other = [peer // per_node != rank // each for peer in range(len(asked.sizes))]
         parts = zip(asked.rows.split(asked.sizes), other)

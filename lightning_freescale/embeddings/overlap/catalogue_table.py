@@ -104,7 +104,7 @@ class CatalogueTable:
     @property
     def in_step(self) -> bool:
         """Whether a training step is under way."""
-        return self._part.jobs.open
+        return self._part.step.open
 
     @property
     def has_whole_rows(self) -> bool:

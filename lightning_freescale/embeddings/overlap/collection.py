@@ -15,16 +15,18 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
-from lightning_freescale.embeddings.overlap import errors
-from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup, FurtherLookup
+from lightning_freescale.embeddings.overlap.batch_state import StepUpdate
+from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
+from lightning_freescale.embeddings.overlap.handshake import Route
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups
+from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, ProxyRoute
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.overlap.step_jobs import StepJobs
-from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, LaunchOrder
+from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, LaunchOrder, Transport
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ class NotedLookup:
         features: the ids.
         index: which of those submitted ahead it is; None if it is none of them.
         first: whether it is the first of its step.
-        told: whether this rank had announced its lookups before it, because it waits or has waited elsewhere.
+        announced: whether this rank had announced its lookups before it, because it waits or has waited elsewhere.
     """
 
     features: KeyedJaggedTensor
     index: int | None
     first: bool
-    told: bool
+    announced: bool
 
 
 class OverlappedCollection:
@@ -63,11 +65,10 @@ class OverlappedCollection:
         proxies: groups of the way through the node's proxies, for this collection alone; None for the way to the owners.
 
     Attributes:
-        group: process group of this collection alone.
-        others: the module's other collections. Whoever waits in one of them for other ranks answers them in all, because one of
-            them may wait in another collection for this rank.
+        others: the module's other collections. A rank that waits in one of them for other ranks answers them in all, because
+            one of them may wait in another collection for this rank.
         statistics: totals since it was made.
-        jobs: of the current step; between steps, of the last.
+        step: the current step; between steps, the last.
     """
 
     def __init__(
@@ -82,21 +83,24 @@ class OverlappedCollection:
         nodes: Nodes | None = None,
         proxies: ProxyGroups | None = None,
     ) -> None:
-        self.path, self.group = collection.path, group
-        self._groups = [group] if proxies is None else [group, proxies.near, proxies.far]
+        self.path, self._local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
+        shared = (local.dim, local.layout.device, self.statistics, order)
+        self._transport = Transport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
+        self._groups, self._transports = [group], [self._transport]
+        route: Route = DirectRoute(self._transport, local, RowRequest.empty(local.layout, dedup))
+        if nodes is not None and proxies is not None:
+            between = [node != proxies.far.rank() for node in range(nodes.count)]
+            hops = Transport(proxies.near, *shared), Transport(proxies.far, *shared, between)
+            self._groups, self._transports = [group, proxies.near, proxies.far], [self._transport, *hops]
+            route = ProxyRoute(*hops, local, route.no_rows)
         # a thread and a group per collection: all that happens to its rows happens there
-        hops = [] if proxies is None else [proxies.near, proxies.far]
-        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, hops)
-        exchanged = (self.statistics, order, collection.pooled, nodes, proxies)
-        self._exchange = RowExchange(collection.path, local, group, dedup, *exchanged)
-        self.jobs = StepJobs(self._exchange, self._worker)
-        self._local = local
-        self._optimizers = optimizers
-        self._hold_gradients = hold_gradients
+        self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
+        exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)
+        self._exchange, self.step = exchange, ExchangeStep(exchange, self._worker)
         self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
-        self._step = 0
+        self._step_number = 0
         self._write_counts: list[int] | None = None
         self._whole_used = False  # by a loss of an earlier step
 
@@ -108,7 +112,7 @@ class OverlappedCollection:
     def observe(self, observer: ExchangeObserver) -> None:
         """Tell ``observer`` of every exchange, and when training waits for rows."""
         self._worker.observer = observer
-        for transport in self._exchange.transports:
+        for transport in self._transports:
             transport.observer = observer
 
     # -- a step
@@ -117,81 +121,120 @@ class OverlappedCollection:
         self, updates: bool, settings: Sequence[UpdateSettings], step: int, restart: bool, mode: ModeProposal
     ) -> int:
         """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
-        before = self.jobs
+        before = self.step
         before.end()
         before.apply_gradients()
-        self._settings, self._step = settings, step
+        self._settings, self._step_number = settings, step
         self._refuse_writes()
         self._refuse_uneven_end(step)
-        moves, beside_others = self._moves_without_gradient(), bool(self.others)
-        jobs = self.jobs = StepJobs(self._exchange, self._worker, before, mode, moves, beside_others)
-        if restart and not before.current.updates:
-            self._worker.submit(self._exchange.discard_accumulated, jobs.current, jobs.unsent)
-        jobs.current.updates, jobs.current.settings = updates, settings
-        jobs.current.held = updates and (self._hold_gradients or self._whole_used)
-        jobs.current.changes_all = updates and self._whole_used
-        return jobs.current.mode
+        trained = [optimizer for optimizer, given in zip(self._optimizers, settings) if not given.frozen]
+        moves = any(optimizer.moves_without_gradient for optimizer in trained)
+        now = self.step = ExchangeStep(self._exchange, self._worker, before, mode, moves, bool(self.others))
+        if restart and not before.current.update.updates:
+            self._worker.submit(self._exchange.discard_accumulated, now.current, now.unsent)
+        changes_all = updates and self._whole_used
+        held = changes_all or (updates and self._hold_gradients)
+        now.current.update = StepUpdate(settings, updates, held, changes_all)
+        return now.current.announced.mode
 
     def change_settings(self, settings: Sequence[UpdateSettings]) -> None:
-        """Update the rows of the current batch with other settings, before its backward has come to them."""
-        self._settings = self.jobs.current.settings = settings
+        """Update the rows of the current batch with other settings, before its backward has reached them."""
+        self._settings = self.step.current.update.settings = settings
 
     def note(self, features: KeyedJaggedTensor) -> NotedLookup:
         """Note a lookup that the model makes, before anything is waited for."""
-        jobs, batch = self.jobs, self.jobs.current
-        if batch.gradient_sent:
-            errors.late_lookup(self.path)
-        index = jobs.lookups.note(features)
-        predicted = jobs.lookups.made[-1].predicted
+        self._refuse_late_lookup()
+        step, first = self.step, not self.step.lookups.made
+        index = step.lookups.note(features)
+        predicted = step.lookups.made[-1].predicted
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
         self.statistics.count(**{kind: 1})
         if self._exchange.bag_traffic is not None:
-            batch.pooled_rows = batch.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
-        first, batch.looked_up = not batch.looked_up, True
-        return NotedLookup(features, index, first, told=jobs.announced is not None)
+            step.pooled_rows = step.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
+        return NotedLookup(features, index, first, announced=step.announced is not None)
 
     def rows(self, lookup: NotedLookup) -> Tensor:
         """Return the rows of a lookup, shape ``[ids, dim]``, in the layout's order of features."""
-        jobs, batch = self.jobs, self.jobs.current
-        comes = lookup.index is not None or (lookup.first and not lookup.told)
-        if lookup.first and (comes or jobs.announced_submitted):
-            self._receive(alone=not batch.all_submitted or (lookup.index is None and not lookup.told))
+        step = self.step
+        comes = lookup.index is not None or (lookup.first and not lookup.announced)
+        if lookup.first and (comes or step.announced_submitted):
+            all_submitted = step.current.announced.all_submitted
+            self._receive(alone=not all_submitted or (lookup.index is None and not lookup.announced))
         if not comes:
-            jobs.announce()
-            more = self._fetch_more(lookup.features)
-            jobs.lookups.receive(more.rows, more.places, [more.places.numel()], asked_for=False)
-        return jobs.lookups.give_out(lookup.index, lookup.features)
+            step.announce()
+            rows, places = self._fetch_more(lookup.features)
+            step.lookups.receive(rows, places, [places.numel()], asked_for=False)
+        return step.lookups.give_out(lookup.index, lookup.features)
 
     def rows_again(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows of a lookup of the forward in backward, where activation checkpointing computes something again."""
-        rows = self.jobs.lookups.made_before(features)
+        rows = self.step.lookups.made_before(features)
         if rows is None:
-            errors.lookup_in_backward(self.path)
+            raise ValueError(
+                f"embedding collection {self.path!r} is looked up during backward, which the forward had not done with these "
+                "ids: for activation checkpointing pass use_reentrant=False, and change no ids meanwhile"
+            )
         return rows
 
     def rows_without_gradient(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows of a lookup under ``torch.no_grad()`` in a step, as they are before it; shape ``[ids, dim]``."""
-        if self.jobs.current.gradient_sent:
-            errors.late_lookup(self.path)
-        self.jobs.announce_in_time()
-        lookup = self._fetch_more(features)
-        return lookup.rows.index_select(0, lookup.places)
+        self._refuse_late_lookup()
+        self.step.announce_in_time()
+        rows, places = self._fetch_more(features)
+        return rows.index_select(0, places)
 
-    def submit_evaluation(self, lookup: EvaluationLookup) -> Future[Any]:
-        """Have the rows of a lookup outside of steps fetched, or those of other ranks served. Drain first. Collective."""
-        return self._worker.submit(self._exchange.evaluate, lookup)
+    def _receive(self, alone: bool) -> None:
+        """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own.
 
-    def wait_for_evaluation(self, job: Future[Any], lookup: EvaluationLookup) -> Tensor:
-        """Return the rows of a lookup that was submitted, shape ``[ids, dim]``.
-
-        Raises:
-            ValueError: the ids of a rank are wrong; on every rank. The next lookup may be right.
+        If these are others, or some rank had submitted none, rows come with this announcement, and an error of one rank has to
+        be an error of all (``alone``); else it can wait for the next ids.
         """
-        self._worker.wait(job)
-        if lookup.error is not None:
-            raise lookup.error
-        self._worker.hand_over(lookup.rows, lookup.places)
-        return lookup.rows.index_select(0, lookup.places)
+        step, batch = self.step, self.step.current
+        if step.next_is_known:
+            step.prefetch()
+        announced = step.announce() if alone else None
+        if announced is not None:
+            for other in self.others:
+                other.step.announce_in_time()
+        self._worker.await_rows(step.ready, announced)
+        rows = batch.rows
+        self._worker.hand_over(rows.values, rows.places)
+        step.lookups.receive(rows.values, rows.places, batch.requested.request.of_lookup, asked_for=True)
+        rows.values = rows.values.new_empty(0)  # memory: the next batch's rows come while this one computes
+
+    def _fetch_more(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Fetch the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
+        job = self.step.fetch_more([features])
+        for other in self.others:
+            other.step.serve_in_time()
+        rows, places = self._worker.await_rows(job)
+        self._worker.hand_over(rows, places)
+        return rows, places
+
+    # -- clipping, between backward and the optimizer step
+
+    def submit_square_sum(self) -> Future[Any] | None:
+        """Submit the sum of the squares of the step's whole gradient; None if it is not held. Collective."""
+        if self.step.held is None:
+            return None
+        settings = self.step.held.update.settings
+        return self._worker.submit(self._exchange.row_updates.sum_squares, self._transport, settings)
+
+    def square_sum(self, job: Future[Any]) -> Tensor:
+        """Wait for the sum, and return it: float64, without dimensions, the same on all ranks."""
+        square_sum: Tensor = self._worker.await_rows(job)
+        self._worker.hand_over(square_sum)
+        return square_sum
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients that are held."""
+        if self.step.held is not None:
+            self._worker.submit(self._exchange.row_updates.scale, factor, self.step.held.update.settings)
+
+    def clamp_gradients(self, limit: float) -> None:
+        """Limit every element of the gradients that are held."""
+        if self.step.held is not None:
+            self._worker.submit(self._exchange.row_updates.clamp, limit, self.step.held.update.settings)
 
     # -- a loss over all rows of a table
 
@@ -200,15 +243,14 @@ class OverlappedCollection:
 
         From this step on the owners hold all gradients until the loss's are there, so that a row has one update per step.
         """
-        jobs, batch = self.jobs, self.jobs.current
-        if batch.gradient_sent:
-            errors.late_lookup(self.path)
+        self._refuse_late_lookup()
         for each in (self, *self.others):
-            each.jobs.announce_in_time()
-        self._worker.await_rows(jobs.updated)
+            each.step.announce_in_time()
+        self._worker.await_rows(self.step.updated)
         if not self.is_frozen(table):
-            self._whole_used = batch.whole_used = True
-            batch.held, batch.compared = batch.updates, not batch.updates
+            update = self.step.current.update
+            self._whole_used = update.whole_used = True
+            update.held, update.compared = update.updates, not update.updates
 
     def add_gradient(self, table: int, gradient: Tensor) -> None:
         """Add a gradient of all rows of a table that this rank owns, shape ``[rows, dim]``, to those of the step."""
@@ -235,11 +277,27 @@ class OverlappedCollection:
 
     # -- between steps
 
+    def submit_evaluation(self, module: int, features: KeyedJaggedTensor | None) -> Future[Any]:
+        """Submit a lookup outside of steps, see :meth:`LookupHandshake.evaluate`. Drain first. Collective."""
+        return self._worker.submit(self._exchange.evaluate, module, features)
+
+    def evaluated(self, job: Future[Any]) -> tuple[list[int], Tensor]:
+        """Return the numbers of the modules that the ranks look up, and the rows of this rank's lookup, shape ``[ids, dim]``.
+
+        Raises:
+            ValueError: the ids of a rank are wrong; on every rank. The next lookup may be right.
+        """
+        modules, rows, places, error = self._worker.wait(job)
+        if error is not None:
+            raise error
+        self._worker.hand_over(rows, places)
+        return modules, rows.index_select(0, places)
+
     def drain(self) -> None:
         """Wait until every update of the steps before is in the tables. Collective between two steps."""
-        if self.jobs.unsent is not None and not self.jobs.open:
-            self._refuse_uneven_end(self._step + 1)  # a rank that has another batch is not here
-        self.jobs.drain()
+        if self.step.unsent is not None and not self.step.open:
+            self._refuse_uneven_end(self._step_number + 1)  # a rank that has another batch is not here
+        self.step.drain()
 
     def take_idle_steps(self) -> list[int]:
         """Return, by table, how many optimizer steps since the last call had no gradient on any rank. Drain first."""
@@ -259,11 +317,15 @@ class OverlappedCollection:
         # files from before rows could be hashed have them in blocks
         orders = kept.get("row_orders", [(1, 0)] * len(now["row_orders"]))
         if not torch.equal(kept["first_rows"], now["first_rows"]) or orders != now["row_orders"]:
-            errors.other_sharding(self.path)
+            raise ValueError(
+                f"the checkpoint was written between two optimizer steps, and embedding collection {self.path!r} is sharded "
+                "otherwise than it was then: resume with the same plan=, or from a checkpoint that was written after an "
+                "optimizer step"
+            )
         device = self._local.layout.device
         rows, gradients = ([each.to(device) for each in kept[name]] for name in ("rows", "gradients"))
         self._worker.wait(self._worker.submit(self._exchange.restore_accumulated, rows, gradients, kept["moved"]))
-        self.jobs.current.updates = False  # so that a window which begins now is one without them
+        self.step.current.update.updates = False  # so that a window which begins now is one without them
 
     def _sharding(self) -> dict[str, Any]:
         """Return what the numbers of rows depend on."""
@@ -277,7 +339,8 @@ class OverlappedCollection:
 
     def discard_prefetched(self) -> None:
         """Throw away rows fetched ahead, because the tables have been written. Call it on every rank, after a drain."""
-        self.jobs.following, self._write_counts = self._exchange.new_batch(), None
+        self.step.forget_next()
+        self._write_counts = None
 
     def close(self, farewell: bool) -> None:
         """End its exchanges; without waiting for ranks that may be gone.
@@ -285,8 +348,8 @@ class OverlappedCollection:
         After a drain, ranks say farewell if asked to: one that closed its connections at once could cut off another that still
         reads.
         """
-        if farewell and self.error is None and self.jobs.unsent is None and not self.jobs.open:
-            self._worker.submit(self._exchange.transport.say_farewell)
+        if farewell and self.error is None and self.step.unsent is None and not self.step.open:
+            self._worker.submit(self._transport.say_farewell)
         stopped = self._worker.stop(timeout=1.0 + FAREWELL.total_seconds())
         for group in self._groups:
             if stopped:
@@ -294,56 +357,33 @@ class OverlappedCollection:
             else:  # its exchange waits for a rank that may be gone
                 group.abort()
 
-    # -- a lookup
-
-    def _receive(self, alone: bool) -> None:
-        """Wait for the rows submitted ahead, or, if the first lookup is none of those, for its own.
-
-        If these are others, or some rank had submitted none, rows come with this announcement, and an error of one rank has to
-        be an error of all (``alone``); else it can wait for the next ids.
-        """
-        jobs, batch = self.jobs, self.jobs.current
-        if jobs.next_is_known:
-            jobs.prefetch()
-        announced = jobs.announce() if alone else None
-        if announced is not None:
-            for other in self.others:
-                other.jobs.announce_in_time()
-        self._worker.await_rows(batch.ready, announced)
-        self._worker.hand_over(batch.rows, batch.places)
-        jobs.lookups.receive(batch.rows, batch.places, batch.request.of_lookup, asked_for=True)
-        batch.rows = batch.rows.new_empty(0)  # memory: the next batch's rows come while this one computes
-
-    def _fetch_more(self, features: KeyedJaggedTensor) -> FurtherLookup:
-        """Fetch the rows of a lookup that was not submitted, when all other ranks have come as far as to serve it."""
-        lookup = FurtherLookup(features)
-        job = self.jobs.fetch_more(lookup)
-        for other in self.others:
-            other.jobs.serve_in_time()
-        self._worker.await_rows(job)
-        self._worker.hand_over(lookup.rows, lookup.places)
-        return lookup
-
-    def _moves_without_gradient(self) -> bool:
-        return any(optimizer.moves_without_gradient for optimizer in self._trained())
-
-    def _trained(self) -> list[TableOptimizer]:
-        """Return the optimizers of the tables that are not frozen in this step."""
-        return [optimizer for optimizer, given in zip(self._optimizers, self._settings) if not given.frozen]
-
     # -- what cannot be exact
 
-    def _refuse_uneven_end(self, step: int) -> None:
-        jobs = self.jobs
-        if jobs.prefetched is not None:  # done long ago, unless compute is shorter than the exchange
+    def _refuse_late_lookup(self) -> None:
+        if self.step.gradient_sent:
+            raise ValueError(
+                f"embedding collection {self.path!r} is looked up after the backward of its step has come by its other "
+                "lookups, or after a training_step without any: look everything up in training_step, before backward"
+            )
+
+    def _refuse_uneven_end(self, number: int) -> None:
+        prefetched, following = self.step.prefetched, self.step.following
+        if prefetched is not None:  # done long ago, unless compute is shorter than the exchange
             with self.statistics.timed("exposed_s"):
-                self._worker.wait(jobs.prefetched)
-        if jobs.following.ended_ranks and jobs.following.any_submitted:
-            errors.uneven_ends(jobs.following.ended_ranks, step)
+                self._worker.wait(prefetched)
+        ended = following.announced.ended_ranks
+        if ended and following.announced.any_submitted:
+            raise RuntimeError(
+                f"ranks {ended} have no batch after step {number}, others have: give every rank the same number of batches"
+            )
 
     def _refuse_writes(self) -> None:
         # noticed, not followed: what was fetched ahead sits on other ranks
         counts = self._local.write_counts()
         if self._write_counts is not None and counts != self._write_counts:
-            errors.unannounced_write(self.path)
+            raise RuntimeError(
+                f"the tables of embedding collection {self.path!r} were written while updates were still under way or rows "
+                "fetched ahead: write them inside `with trainer.strategy.writing_tables():`, or `with engine.writing():` in a "
+                "loop of your own, on every rank"
+            )
         self._write_counts = counts

@@ -204,7 +204,7 @@ class OverlapEngine:
                 agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
         if upcoming is None:
             for collection in self.collections.values():
-                collection.jobs.submit_end()
+                collection.step.submit_end()
         else:
             self.submit_next_ids(upcoming)
         return agreed
@@ -230,20 +230,20 @@ class OverlapEngine:
 
     def lookups(self) -> dict[str, list[Lookup]]:
         """Return what the model has looked up in this step so far, in its order, by collection."""
-        made = {path: module.parts[0].jobs.lookups.made for path, module in self.modules.items()}
+        made = {path: module.parts[0].step.lookups.made for path, module in self.modules.items()}
         return {path: lookups for path, lookups in made.items() if lookups}
 
     def submit_next_ids(self, upcoming: Mapping[str, Ids], modes: Mapping[str, int] | None = None) -> None:
         """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
         for path, mode in (modes or {}).items():
             for part in self.modules[path].parts:
-                part.jobs.propose_mode(mode)
+                part.step.propose_mode(mode)
         for path, lookups in upcoming.items():
             if path in self.modules:
                 module, several = self.modules[path], [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
                 ids = [module.ids_of(features) for features in several]
                 for part in module.parts:
-                    part.jobs.submit_next_ids(ids)
+                    part.step.submit_next_ids(ids)
 
     def end_forward(self) -> None:
         """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
@@ -253,19 +253,19 @@ class OverlapEngine:
         from here on, and without this call only once backward comes to the embeddings.
         """
         for collection in self.collections.values():
-            collection.jobs.end_forward()
+            collection.step.end_forward()
 
     def end_backward(self) -> None:
         """Hand over, after backward, what it has not handed over itself."""
         for collection in self.collections.values():
-            collection.jobs.end()
+            collection.step.end()
             if not self._hold_gradients:  # those of a loss over all rows are whole now
-                collection.jobs.apply_gradients()
+                collection.step.apply_gradients()
 
     @property
     def updates(self) -> bool:
         """Whether an optimizer step follows the current batch."""
-        return all(collection.jobs.current.updates for collection in self.collections.values())
+        return all(collection.step.current.update.updates for collection in self.collections.values())
 
     @property
     def holds_gradients(self) -> bool:
@@ -274,24 +274,24 @@ class OverlapEngine:
 
     def square_sum(self) -> Tensor:
         """Return the sum of the squares of the tables' gradients that are held: float64, the same on all ranks. Collective."""
-        submitted = [(each.jobs, each.jobs.submit_square_sum()) for each in self.collections.values()]
-        found = [jobs.square_sum(job) for jobs, job in submitted if job is not None]
+        submitted = [(each, each.submit_square_sum()) for each in self.collections.values()]
+        found = [collection.square_sum(job) for collection, job in submitted if job is not None]
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the tables' gradients that are held by one number."""
         for collection in self.collections.values():
-            collection.jobs.scale_gradients(factor)
+            collection.scale_gradients(factor)
 
     def clamp_gradients(self, limit: float) -> None:
         """Limit every element of the tables' gradients that are held."""
         for collection in self.collections.values():
-            collection.jobs.clamp_gradients(limit)
+            collection.clamp_gradients(limit)
 
     def apply_gradients(self) -> None:
         """Update the tables by the gradients that are held; the next :meth:`begin_step` would do it, too. Collective."""
         for collection in self.collections.values():
-            collection.jobs.apply_gradients()
+            collection.step.apply_gradients()
 
     def raise_errors(self) -> None:
         """After anything has failed, raise what has gone wrong in an exchange: it may be the cause, on another rank."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap.batch_state import EvaluationLookup
 from lightning_freescale.embeddings.overlap.catalogue_table import CatalogueTable
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 
@@ -122,14 +121,14 @@ class Evaluation:
             each.drain()
         first = collections[0]
         mine = modules[number - 1] if ids is not None else []
-        lookups = {each: EvaluationLookup(number, ids if each in mine else None) for each in collections}
-        found = {first: first.wait_for_evaluation(first.submit_evaluation(lookups[first]), lookups[first])}
-        numbers = set(lookups[first].modules) - {0}
+        told, found = first.evaluated(first.submit_evaluation(number, ids if first in mine else None))
+        rows, numbers = {first: found}, set(told) - {0}
         looked_up = [each - 1 for each in sorted(numbers) if each <= len(modules)]
         others = [each for module in looked_up for each in modules[module] if each is not first]
-        jobs = [each.submit_evaluation(lookups[each]) for each in others]  # of all, before any is waited for
-        found |= {each: each.wait_for_evaluation(job, lookups[each]) for each, job in zip(others, jobs)}
-        results = [found[each] for each in mine]
+        # of all, before any is waited for
+        jobs = [(each, each.submit_evaluation(number, ids if each in mine else None)) for each in others]
+        rows |= {each: each.evaluated(job)[1] for each, job in jobs}
+        results = [rows[each] for each in mine]
         for other in sorted(numbers)[len(looked_up) :]:
             table = self.tables[other - len(modules) - 1]
             asks = samples is not None and other == number

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale._worker import WorkerThread
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.transport import ExchangeObserver, LaunchOrder
+
+
+class _JobDone(NamedTuple):
+    """A job that has run.
+
+    Attributes:
+        result: what it returned.
+        queued: on CUDA the event behind the work that it has queued.
+        stamp: of when it was done; None if no observer records.
+    """
+
+    result: Any
+    queued: Any
+    stamp: Any
 
 
 class ExchangeWorker(WorkerThread):
@@ -53,41 +67,39 @@ class ExchangeWorker(WorkerThread):
         """Queue a job; work that the current CUDA stream has been given so far comes before it."""
         issued = None
         if self._stream is not None:
-            for argument in args:
-                for each in argument if isinstance(argument, list) else [argument]:
-                    if isinstance(each, (Tensor, KeyedJaggedTensor)):
-                        each.record_stream(self._stream)
+            _record_stream(args, self._stream)
             issued = torch.cuda.current_stream(self._stream.device).record_event()
         return super().submit(self._run_in_order, issued, job, *args)
 
     def wait(self, future: Future[Any]) -> Any:
-        """Wait for a job; on CUDA the current stream waits for what it has queued.
-
-        Returns:
-            The observer's stamp of when the job was done; None if nobody observes.
+        """Wait for a job, and return its result; on CUDA the current stream waits for what the job has queued.
 
         Raises:
             Exception: what the job, or one before it, raised.
         """
-        queued, done = future.result()
+        done: _JobDone = future.result()
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(queued)
-        return done
+            torch.cuda.current_stream(self._stream.device).wait_event(done.queued)
+        return done.result
 
     def arrive(self) -> None:
         """Note that this rank has done its part of what it will await next."""
         self._arrived = None if self.observer is None else self.observer.stamp()
 
-    def await_rows(self, *jobs: Future[Any] | None) -> None:
-        """Wait as :meth:`wait`, as exposed communication."""
+    def await_rows(self, *jobs: Future[Any] | None) -> Any:
+        """Wait as :meth:`wait` for jobs that run in this order, as exposed communication; return the last one's result."""
+        result, last = None, None
         arrived, self._arrived = self._arrived, None
         observed: AbstractContextManager[Any] = (
             nullcontext() if self.observer is None else self.observer.awaited("embedding rows", arrived)
         )
         with self._statistics.timed("exposed_s"), observed as collective:
-            done = [self.wait(job) for job in jobs if job is not None]
-        if collective is not None and done:  # they ran in this order
-            collective.done = done[-1]
+            for job in jobs:
+                if job is not None:
+                    result, last = self.wait(job), job
+        if collective is not None and last is not None:
+            collective.done = last.result().stamp
+        return result
 
     def hand_over(self, *tensors: Tensor) -> None:
         """Let ``tensors`` that a job made be used on the current stream from now on."""
@@ -103,12 +115,11 @@ class ExchangeWorker(WorkerThread):
             raise self.error
         try:
             if self._stream is None:
-                job(*args)
-                return None, self._stamp()
+                return _JobDone(job(*args), None, self._stamp())
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(issued)
-                job(*args)
-                return self._stream.record_event(), self._stamp()
+                result = job(*args)
+                return _JobDone(result, self._stream.record_event(), self._stamp())
         except ValueError as error:  # says by itself what is wrong
             self.error = error
         except BaseException as error:  # any: somebody waits for the job
@@ -119,3 +130,11 @@ class ExchangeWorker(WorkerThread):
         if self._order is not None:  # others may wait for their turn after this one's
             self._order.fail(str(self.error))
         raise self.error
+
+
+def _record_stream(values: Iterable[Any], stream: torch.cuda.Stream) -> None:
+    for each in values:
+        if isinstance(each, (Tensor, KeyedJaggedTensor)):
+            each.record_stream(stream)
+        elif isinstance(each, (list, tuple)):
+            _record_stream(each, stream)

@@ -15,13 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._object_gather import gather_objects
-from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.overlap.batch_state import SomeRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.transport import Transport
 
@@ -125,6 +122,20 @@ class Head(NamedTuple):
     evaluated: int  # number of the module that the sender looks up outside of steps, from 1 on; 0 for none
 
 
+class KnownIds(NamedTuple):
+    """What this rank knows of the ids of the batch that follows.
+
+    Attributes:
+        state: whether it knows them.
+        lookups: the ids, by lookup.
+        mode: how this rank comes to know ids.
+    """
+
+    state: NextIds
+    lookups: Sequence[KeyedJaggedTensor]
+    mode: int
+
+
 @dataclass(frozen=True)
 class IdsToSend:
     """What this rank has to tell.
@@ -144,75 +155,6 @@ class IdsToSend:
     moves: bool = False
     evaluated: int = 0
     before: IncomingRows | None = None
-
-
-class LookupHandshake:
-    """Makes requests of ids, and turns the error of one rank into one of all.
-
-    Args:
-        path: of the collection, for errors.
-        group: process group of this collection alone.
-        layout: of its tables.
-        dedup: as in :meth:`RowRequest.from_lookups`.
-    """
-
-    def __init__(self, path: str, group: dist.ProcessGroup, layout: RowLayout, dedup: bool) -> None:
-        self.path, self.group = path, group
-        self.no_rows = RowRequest.empty(layout, dedup)
-        self._layout, self._dedup = layout, dedup
-
-    def request(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
-        """Return the rows that the lookups of a batch need.
-
-        Raises:
-            ValueError: the ids are wrong.
-        """
-        return RowRequest.from_lookups(lookups, self._layout, self._dedup)
-
-    def ids_to_send(self, state: NextIds, lookups: Sequence[KeyedJaggedTensor], mode: int) -> IdsToSend:
-        """Return what to tell of a batch; ids that are wrong count as unknown: the model may never look them up."""
-        if state != NextIds.REQUESTED:
-            return IdsToSend(state, self.no_rows, mode=mode)
-        try:
-            return IdsToSend(state, self.request(lookups), mode)
-        except ValueError:
-            return IdsToSend(NextIds.UNKNOWN, self.no_rows, mode=mode)
-
-    def raise_errors(self, heads: Sequence[Head], wrong: Exception | None = None) -> None:
-        """Raise what any rank's lookup of the current batch has got wrong, on every rank; collective if there is anything.
-
-        Raises:
-            ValueError: the ids of a rank are wrong.
-            RuntimeError: the ranks are not in step.
-        """
-        self._refuse_other_places(heads)
-        if LookedUp.WRONG in {head.lookup for head in heads}:
-            texts = gather_objects(str(wrong) if wrong else None, self.group)
-            found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-            raise ValueError(f"embedding collection {self.path!r}, {'; '.join(found)}") from wrong
-
-    def _refuse_other_places(self, heads: Sequence[Head]) -> None:
-        draining = [rank for rank, head in enumerate(heads) if head.state == NextIds.DRAINING]
-        if 0 < len(draining) < len(heads):
-            raise RuntimeError(
-                f"ranks {draining} bring the tables up to date (they evaluate, save, or call state_dict()), the others train "
-                "on: do it on every rank"
-            )
-        evaluating = [rank for rank, head in enumerate(heads) if head.state == NextIds.EVALUATING]
-        if 0 < len(evaluating) < len(heads):
-            raise RuntimeError(
-                f"ranks {evaluating} look up rows outside of a training step (they evaluate), the others train on or save: "
-                "evaluate on every rank; if ranks evaluate different numbers of batches, do it inside `with "
-                "strategy.evaluation():`, or call engine.serve_evaluation() after it in a loop of your own"
-            )
-        if len({head.number for head in heads}) > 1:
-            raise RuntimeError(f"the ranks are not in step: they send messages {[head.number for head in heads]}")
-        steps = [rank for rank, head in enumerate(heads) if head.updates]
-        if 0 < len(steps) < len(heads):
-            raise ValueError(
-                f"after this batch ranks {steps} take an optimizer step, the others go on accumulating gradients: give every "
-                "rank the same number of batches and the same accumulate_grad_batches"
-            )
 
 
 _IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
@@ -244,7 +186,7 @@ class IdExchange:
     def exchange(
         self,
         sent: IdsToSend,
-        current: PipelinedBatch,
+        updates: bool,
         lookup: LookedUp,
         given: SomeRows,
         gradients: Tensor,
@@ -254,7 +196,7 @@ class IdExchange:
 
         Args:
             sent: the ids.
-            current: the batch that computes.
+            updates: whether an optimizer step follows the current batch.
             lookup: what the model has looked up in it.
             given: the rows of a batch whose gradients go along.
             gradients: of all its requested rows, shape ``[rows, dim]``.
@@ -265,8 +207,8 @@ class IdExchange:
             those of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
-        most, moves, updates = max(sent.request.sizes), int(sent.moves), int(current.updates)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, updates, sent.mode, sent.evaluated)
+        most, moves = max(sent.request.sizes), int(sent.moves)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, int(updates), sent.mode, sent.evaluated)
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
         numbers[:, _IDS], numbers[:, _GRADIENTS] = sent.request.sizes, given.requested.sizes

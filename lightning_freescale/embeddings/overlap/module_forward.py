@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.overlap import errors
 from lightning_freescale.embeddings.overlap.catalogue_table import CatalogueTable
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
@@ -218,7 +217,7 @@ class ModuleForward:
 
     def rows(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         """Return the rows of a lookup by part, each of shape ``[ids, dim]`` in the order of its layout's features."""
-        in_step = self.parts[0].jobs.open
+        in_step = self.parts[0].step.open
         if not in_step:
             rows = self._evaluation.rows(self.collection.path, ids)
             if torch.is_grad_enabled():
@@ -268,5 +267,12 @@ class ModuleForward:
 
 def _refuse_gradient(rows: Tensor, path: str) -> Tensor:
     """Return rows that were looked up outside of a step as part of a graph; their gradient is an error."""
-    rows.requires_grad_().register_hook(lambda gradient: errors.update_outside_of_step(path))
+
+    def refuse(gradient: Tensor) -> NoReturn:
+        raise ValueError(
+            f"embedding collection {path!r}: backward through rows that were looked up outside of a training step would not "
+            "update its tables. Look them up in training_step, or under torch.no_grad() if the tables need no gradient"
+        )
+
+    rows.requires_grad_().register_hook(refuse)
     return rows.clone()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.batch_state import ForwardedRows, PassingRows, PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, PassingRows, RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import RowsToFlag, exchange_flagged
@@ -91,7 +91,7 @@ _WORDS = len(Head._fields)
 
 
 class ProxyRoute:
-    """Two hops; see :class:`routes.Route`.
+    """Has the methods of :class:`.DirectRoute`, over two hops.
 
     Args:
         near: moves messages among the ranks of this node.
@@ -112,13 +112,13 @@ class ProxyRoute:
         self._none_asked = IncomingRows(rows, no_rows.sizes, no_rows.slots)
         nothing = self._forwarded(self._none_asked, torch.zeros(near.ranks * _WORDS, dtype=torch.int64))
         self.no_incoming = IncomingRows(rows, nothing.request.sizes, self._no_slots, nothing)
-        self.nothing_given = self.all_of(no_rows, self.no_incoming)
+        self.nothing_given = self.all_of(RequestedRows(no_rows, self.no_incoming))
         self._nothing_requested = RowSubset.all_of(nothing.request.sizes, near.device)
 
     def exchange_ids(
         self,
         sent: IdsToSend,
-        current: PipelinedBatch,
+        updates: bool,
         lookup: LookedUp,
         given: SomeRows,
         gradients: Tensor,
@@ -131,43 +131,46 @@ class ProxyRoute:
         """
         assert given.forwarded is not None
         near_given = SomeRows(given.requested, given.forwarded.asked)
-        told, new, came = self._near_ids.exchange(sent, current, lookup, near_given, gradients)
+        told, new, came = self._near_ids.exchange(sent, updates, lookup, near_given, gradients)
         forwarded = self._forwarded(self._asked(told, new, sent.before), torch.from_numpy(np.array(told, np.int64).reshape(-1)))
         requested, sums = self._nothing_requested, self._far.rows(0)
         if [head.gradients for head in told] == near_given.incoming.sizes:  # else a rank asks for something instead
             requested, sums = given.forwarded.request_rows, self._sum(given.forwarded, came)
         far_given = SomeRows(requested, given.incoming)
         request = IdsToSend(NextIds.TOLD, forwarded.request)
-        _, incoming, came = self._far_ids.exchange(request, current, LookedUp.PREDICTED, far_given, sums)
+        _, incoming, came = self._far_ids.exchange(request, updates, LookedUp.PREDICTED, far_given, sums)
         words = incoming.slots.view(-1, _WORDS).tolist()
         return [Head(*each) for each in words], replace(incoming, slots=self._no_slots, forwarded=forwarded), came
 
     def serve_anew(
-        self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
+        self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the nodes of the ranks marked in ``asks``; the others of these nodes get what they have asked for before."""
         lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
         sent, none = IdsToSend(NextIds.TOLD, request, before=current.incoming), self._near.rows(0)
-        _, new, _ = self.exchange_ids(sent, current, lookup, self.nothing_given, none)
+        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, none)
         first = self._rank - self._near.rank
         if not asks[self._rank] and any(asks[first : first + self._near.ranks]):
             request = current.request
-        return new, self.give_rows(new, request)
+        return new, self.give_rows(RequestedRows(request, new))
 
-    def give_rows(self, incoming: IncomingRows, request: RowRequest) -> Tensor:
-        """Give values to those who asked."""
+    def give_rows(self, requested: RequestedRows) -> Tensor:
+        """Give values to the ranks that asked."""
+        request, incoming = requested.request, requested.incoming
         passing = incoming.forwarded
         assert passing is not None
         rows = self._far.exchange_rows(self._local.read(incoming.rows), incoming.sizes, passing.request.sizes)
         return self._near.exchange_rows(rows.index_select(0, passing.request.inverse), passing.asked.sizes, request.sizes)
 
-    def give_others(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
-        """Do exchange B: first from the owners to the proxies, then from these to those who asked."""
+    def give_others(
+        self, following: RequestedRows, current: RequestedRows, awaited: Tensor, urgent: Tensor | None
+    ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
+        """Do exchange B: first from the owners to the proxies, then from these to the ranks that asked."""
         next_ones, these = following.incoming.forwarded, current.incoming.forwarded
         assert next_ones is not None
         assert these is not None
-        asked, here, updates = following.incoming.sizes, current.incoming.sizes, current.updates
-        have = RowsToFlag(following.incoming.rows, awaited, asked, urgent if updates else None, here)
+        here = current.incoming.sizes
+        have = RowsToFlag(following.incoming.rows, awaited, following.incoming.sizes, urgent, here)
         far = exchange_flagged(self._far, self._local.read, have, next_ones.request.sizes, these.request.sizes)
         places = far.places.index_select(0, next_ones.request.inverse)
         late = far.late.index_select(0, next_ones.request.inverse)
@@ -176,54 +179,54 @@ class ProxyRoute:
         read = lambda numbers: far.rows.index_select(0, numbers)  # noqa: E731
         near = exchange_flagged(self._near, read, have, following.request.sizes, current.request.sizes)
 
-        following.passing = PassingRows(far.rows, places, far.late_places)
-        following.rows, following.late_places = near.rows, near.late_places
-        following.places = near.places.index_select(0, following.request.inverse)
-        through = ForwardedRows(near.waiting, far.waits, next_ones.request)
-        following.awaited = SomeRows(near.waits, far.waiting, through)
-        if far.needed is None or near.needed is None or needed is None:
-            return
+        through = SomeRows(near.waits, far.waiting, ForwardedRows(near.waiting, far.waits, next_ones.request))
+        passing = PassingRows(far.rows, places, far.late_places)
+        mine = near.places.index_select(0, following.request.inverse)
+        rows = BatchRows(near.rows, mine, through, near.late_places, passing)
+        if far.needed is None or near.needed is None or needed is None or urgent is None:
+            return rows, None
         masks = (
             (near.needed, current.request.sizes),
             (urgent, here),
             (needed, these.asked.sizes),
             (far.needed, these.request.sizes),
         )
-        current.urgent, current.patient = (
+        first, others = (
             SomeRows(requested, incoming, ForwardedRows(asked, request_rows, these.request))
             for requested, incoming, asked, request_rows in zip(*(RowSubset.split(*each) for each in masks))
         )
+        return rows, (first, others)
 
-    def give_last(self, following: PipelinedBatch) -> None:
+    def give_last(self, incoming: IncomingRows, rows: BatchRows) -> None:
         """Do exchange D."""
-        awaited, passing = following.awaited, following.passing
+        awaited, passing = rows.awaited, rows.passing
         assert awaited is not None
         assert awaited.forwarded is not None
         assert passing is not None
         through = awaited.forwarded
-        values = self._local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
+        values = self._local.read(incoming.rows.index_select(0, awaited.incoming.index))
         last = self._far.exchange_rows(values, awaited.incoming.sizes, through.request_rows.sizes)
         passing.rows[passing.late_places] = last
         values = passing.rows.index_select(0, passing.places.index_select(0, through.asked.index))
-        last = self._near.exchange_rows(values, through.asked.sizes, awaited.requested.sizes)
-        following.rows[following.late_places] = last
+        rows.values[rows.late_places] = self._near.exchange_rows(values, through.asked.sizes, awaited.requested.sizes)
 
-    def take_gradients(self, gradients: Tensor, request: RowRequest, incoming: IncomingRows) -> Tensor:
+    def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
         """Bring gradients to their owners."""
-        through = incoming.forwarded
+        through = requested.incoming.forwarded
         assert through is not None
-        came = self._near.exchange_rows(gradients, request.sizes, through.asked.sizes)
+        came = self._near.exchange_rows(gradients, requested.request.sizes, through.asked.sizes)
         sums = through.request.sum_per_row(came)
-        return self._far.exchange_rows(sums, through.request.sizes, incoming.sizes)
+        return self._far.exchange_rows(sums, through.request.sizes, requested.incoming.sizes)
 
-    def all_of(self, request: RowRequest, incoming: IncomingRows) -> SomeRows:
+    def all_of(self, requested: RequestedRows) -> SomeRows:
         """Return all rows of a batch."""
-        through = incoming.forwarded
+        through = requested.incoming.forwarded
         assert through is not None
-        requested, came, asked, forwarded = (
-            RowSubset.all_of(each.sizes, self._near.device) for each in (request, incoming, through.asked, through.request)
+        mine, came, asked, forwarded = (
+            RowSubset.all_of(each.sizes, self._near.device)
+            for each in (requested.request, requested.incoming, through.asked, through.request)
         )
-        return SomeRows(requested, came, ForwardedRows(asked, forwarded, through.request))
+        return SomeRows(mine, came, ForwardedRows(asked, forwarded, through.request))
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
         """Count the bytes of gradients of some rows."""

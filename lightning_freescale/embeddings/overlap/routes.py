@@ -1,25 +1,15 @@
-"""The route between a rank and the owners of its rows: the interface, the direct route, and exchange B over one hop."""
+"""The direct route between a rank and the owners of its rows, and exchange B over one hop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
-from lightning_freescale.embeddings.overlap.id_exchange import (
-    Head,
-    IdExchange,
-    IdsToSend,
-    LookedUp,
-    PartLayout,
-    put,
-    ranges,
-    take,
-)
+from lightning_freescale.embeddings.overlap.batch_state import BatchRows, RequestedRows, SomeRows
+from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import Transport
@@ -114,68 +104,21 @@ def exchange_flagged(
     return FlaggedRows(rows, places, late_places, is_late, waits, late, needed)
 
 
-class Route(Protocol):
-    """Ids and gradients go to the owners by it, rows and flags come back. Every method is collective.
-
-    Attributes:
-        no_rows: a request for none.
-        no_incoming: what comes in if nobody asks for any.
-        nothing_given: none of a batch's rows.
-    """
-
-    no_rows: RowRequest
-    no_incoming: IncomingRows
-    nothing_given: SomeRows
-
-    def exchange_ids(
-        self,
-        sent: IdsToSend,
-        current: PipelinedBatch,
-        lookup: LookedUp,
-        given: SomeRows,
-        gradients: Tensor,
-        other_ids: Sequence[int] | None = None,
-    ) -> tuple[list[Head], IncomingRows, Tensor]:
-        """Do as :meth:`IdExchange.exchange`; return the heads of all ranks."""
-
-    def serve_anew(
-        self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
-    ) -> tuple[IncomingRows, Tensor]:
-        """Serve the ranks marked in ``asks`` with other rows of the current batch; return what comes in, and this rank's rows.
-
-        What comes in may hold rows that others have asked for before, where these share a proxy. ``heads`` are of the message
-        in which the ranks said so.
-        """
-
-    def give_rows(self, incoming: IncomingRows, request: RowRequest) -> Tensor:
-        """Give the values of all ``incoming`` rows to those who asked; return those of ``request``, shape ``[rows, dim]``."""
-
-    def give_others(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
-        """Tell which rows are updated before they are read, and give the others: exchange B. Filled into the batches.
-
-        ``awaited`` and ``urgent`` are what :meth:`Collisions.compare` returns.
-        """
-
-    def give_last(self, following: PipelinedBatch) -> None:
-        """Give the rows of a batch that have just been updated: exchange D."""
-
-    def take_gradients(self, gradients: Tensor, request: RowRequest, incoming: IncomingRows) -> Tensor:
-        """Bring the gradients of all rows of ``request`` to their owners; return those of ``incoming``."""
-
-    def all_of(self, request: RowRequest, incoming: IncomingRows) -> SomeRows:
-        """Return all rows of a batch. Not collective."""
-
-    def count_gradients(self, kind: str, given: SomeRows) -> None:
-        """Count the bytes of gradients of some rows. Not collective."""
-
-
 class DirectRoute:
-    """Straight to the owners; see :class:`Route`.
+    """Brings ids and gradients straight to the owners, and rows and flags back.
+
+    :class:`.ProxyRoute` has the same methods. Those that move anything are collective.
 
     Args:
         transport: of the collection.
         local: this rank's rows.
-        no_rows: a request for none.
+        no_rows: a request for no rows.
+
+    Attributes:
+        no_rows: as given.
+        no_incoming: what arrives if no rank asks for any row.
+        nothing_given: no rows of a batch.
+        exchange_ids: :meth:`IdExchange.exchange`; returns the heads of all ranks.
     """
 
     def __init__(self, transport: Transport, local: LocalRows, no_rows: RowRequest) -> None:
@@ -183,54 +126,74 @@ class DirectRoute:
         self._ids = IdExchange(transport, no_rows.slots.shape[1])
         self.exchange_ids = self._ids.exchange
         self.no_incoming = IncomingRows(no_rows.rows.long(), no_rows.sizes, no_rows.slots)
-        self.nothing_given = self.all_of(no_rows, self.no_incoming)
+        self.nothing_given = self.all_of(RequestedRows(no_rows, self.no_incoming))
 
     def serve_anew(
-        self, current: PipelinedBatch, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]
+        self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
-        """Serve the ranks marked in ``asks`` alone."""
+        """Serve the ranks marked in ``asks`` with other rows of the current batch.
+
+        Args:
+            current: the rows that ranks have requested before.
+            request: the other rows that this rank needs, if it is marked.
+            updates: whether an optimizer step follows the current batch.
+            heads: of the message in which the ranks said so.
+            asks: the ranks that need other rows.
+
+        Returns:
+            The incoming rows, and the values of this rank's. With proxies, the incoming rows may include rows that other ranks
+            have asked for before.
+        """
         new = self._ids.exchange_other(request, heads, asks)
-        return new, self.give_rows(new, request)
+        return new, self.give_rows(RequestedRows(request, new))
 
-    def give_rows(self, incoming: IncomingRows, request: RowRequest) -> Tensor:
-        """Give values to those who asked."""
-        return self._transport.exchange_rows(self._local.read(incoming.rows), incoming.sizes, request.sizes)
+    def give_rows(self, requested: RequestedRows) -> Tensor:
+        """Give the values of all incoming rows to the ranks that asked; return those requested, shape ``[rows, dim]``."""
+        incoming = requested.incoming
+        return self._transport.exchange_rows(self._local.read(incoming.rows), incoming.sizes, requested.request.sizes)
 
-    def give_others(self, following: PipelinedBatch, current: PipelinedBatch, awaited: Tensor, urgent: Tensor) -> None:
-        """Do exchange B."""
-        rows, asked, mine, here = (
-            following.incoming.rows,
-            following.incoming.sizes,
-            current.request.sizes,
-            current.incoming.sizes,
-        )
-        have = RowsToFlag(rows, awaited, asked, urgent if current.updates else None, here)
-        came = exchange_flagged(self._transport, self._local.read, have, following.request.sizes, mine)
-        following.rows, following.late_places = came.rows, came.late_places
-        following.places = came.places.index_select(0, following.request.inverse)
-        following.awaited = SomeRows(came.waits, came.waiting)
-        if came.needed is not None:
-            first, others = RowSubset.split(came.needed, mine)
-            first_here, others_here = RowSubset.split(urgent, here)
-            current.urgent, current.patient = SomeRows(first, first_here), SomeRows(others, others_here)
+    def give_others(
+        self, following: RequestedRows, current: RequestedRows, awaited: Tensor, urgent: Tensor | None
+    ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
+        """Do exchange B: tell which rows are updated before they are read, and give the values of all others.
 
-    def give_last(self, following: PipelinedBatch) -> None:
-        """Do exchange D."""
-        awaited = following.awaited
+        Args:
+            following: rows of the batch after the current one.
+            current: rows of the current batch.
+            awaited: the incoming rows of ``following`` that are updated before it (bool).
+            urgent: the incoming rows of ``current`` that ``following`` needs, too (bool); None if no update follows.
+
+        Returns:
+            The rows of ``following``, and the urgent and the patient rows of ``current``; None if no update follows.
+        """
+        request, mine, here = following.request, current.request.sizes, current.incoming.sizes
+        have = RowsToFlag(following.incoming.rows, awaited, following.incoming.sizes, urgent, here)
+        came = exchange_flagged(self._transport, self._local.read, have, request.sizes, mine)
+        places = came.places.index_select(0, request.inverse)
+        rows = BatchRows(came.rows, places, SomeRows(came.waits, came.waiting), came.late_places)
+        if came.needed is None or urgent is None:
+            return rows, None
+        first, others = RowSubset.split(came.needed, mine)
+        first_here, others_here = RowSubset.split(urgent, here)
+        return rows, (SomeRows(first, first_here), SomeRows(others, others_here))
+
+    def give_last(self, incoming: IncomingRows, rows: BatchRows) -> None:
+        """Do exchange D: give the values of awaited rows, which have just been updated, and complete ``rows``."""
+        awaited = rows.awaited
         assert awaited is not None
-        values = self._local.read(following.incoming.rows.index_select(0, awaited.incoming.index))
+        values = self._local.read(incoming.rows.index_select(0, awaited.incoming.index))
         last = self._transport.exchange_rows(values, awaited.incoming.sizes, awaited.requested.sizes)
-        following.rows[following.late_places] = last
+        rows.values[rows.late_places] = last
 
-    def take_gradients(self, gradients: Tensor, request: RowRequest, incoming: IncomingRows) -> Tensor:
-        """Bring gradients to their owners."""
-        return self._transport.exchange_rows(gradients, request.sizes, incoming.sizes)
+    def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
+        """Bring the gradients of all requested rows to their owners; return those of the incoming rows."""
+        return self._transport.exchange_rows(gradients, requested.request.sizes, requested.incoming.sizes)
 
-    def all_of(self, request: RowRequest, incoming: IncomingRows) -> SomeRows:
-        """Return all rows of a batch."""
-        device = self._transport.device
+    def all_of(self, requested: RequestedRows) -> SomeRows:
+        """Return all rows of a batch. Not collective."""
+        request, incoming, device = requested.request, requested.incoming, self._transport.device
         return SomeRows(RowSubset.all_of(request.sizes, device), RowSubset.all_of(incoming.sizes, device))
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
-        """Count the bytes of gradients of some rows."""
+        """Count the bytes of gradients of some rows. Not collective."""
         self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.batch_state import PipelinedBatch, SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import Batch, SomeRows
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows, add_up
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.transport import Transport
@@ -45,75 +45,19 @@ class Collisions:
         """Return which of some rows a batch asks for, if no later one has been compared."""
         return self._last_batch[rows] == number
 
-    def compare(self, following: PipelinedBatch, current: PipelinedBatch) -> tuple[Tensor, Tensor]:
-        """Return which incoming rows of ``following`` are updated before it, and which of ``current`` it needs (bool)."""
-        rows = following.incoming.rows
+    def compare(self, following: Batch, current: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return which incoming rows of ``following`` are updated before it, and which of ``current`` it needs (bool).
+
+        The latter is None if no update follows the current batch.
+        """
+        rows, updates = following.requested.incoming.rows, current.update.updates
         # a row collides if any batch of the window has it
-        awaited = self._last_batch[rows] >= self._window_start if current.updates else torch.zeros_like(rows, dtype=torch.bool)
+        awaited = self._last_batch[rows] >= self._window_start if updates else torch.zeros_like(rows, dtype=torch.bool)
         self._last_batch[rows] = following.number
         # of a step all micro-batches or none: it is the first one whose rows collide
-        if (self._windows + current.updates) % COUNTED_EVERY == 1:
+        if (self._windows + updates) % COUNTED_EVERY == 1:
             self.statistics.count_collisions(rows, awaited)
-        return awaited, self._last_batch[current.incoming.rows] == following.number
-
-
-class RowUpdates:
-    """The updates of one collection's rows, on its worker only.
-
-    Args:
-        local: this rank's rows.
-
-    Attributes:
-        idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
-        kept: gradients kept for a later optimizer step, or held until they are clipped.
-        moved: whether any rank has had a gradient in this window.
-    """
-
-    def __init__(self, local: LocalRows) -> None:
-        self.local, self.kept = local, GradientAccumulator()
-        self.idle_steps = [0] * len(local.layout.tables)
-        self.moved = False
-
-    def count_step(self, current: PipelinedBatch, moved: bool) -> None:
-        """Take note of whether any rank has a gradient of this batch; a window without one is no update of the tables."""
-        self.moved |= moved
-        if current.updates and not self.moved:
-            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, current.settings)]
-        if any(self.idle_steps):
-            pairs = zip(current.settings, self.idle_steps)
-            current.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
-        self.moved &= not current.updates
-
-    def take(self, batch: PipelinedBatch, chosen: SomeRows, gradients: Tensor, due: Tensor | None = None) -> None:
-        """Update some rows of a batch; or keep their gradients, if it is clipped or no optimizer step follows it.
-
-        Args:
-            batch: the batch.
-            chosen: which of its rows.
-            gradients: theirs as they came, shape ``[len(chosen.incoming), dim]``.
-            due: which of the kept rows are updated as well (bool); None for all.
-        """
-        rows = batch.incoming.rows.index_select(0, chosen.incoming.index)
-        order = batch.incoming.order_by_slot(chosen.incoming.index)
-        if order is not None:  # the order of summation
-            rows, gradients = rows[order], gradients[order]
-        if batch.held or not batch.updates:
-            self.kept.accumulate(rows, gradients)
-            return
-        if self.kept.rows:
-            kept_rows, kept_gradients = self.kept.pop(due)
-            rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
-        self.local.update(rows, gradients, batch.settings)
-
-    def apply_held(self, batch: PipelinedBatch) -> None:
-        """Update rows by the gradients that are held."""
-        for rows, gradients in zip(*self.kept.pop()):
-            self.local.update(rows, gradients, batch.settings)
-
-    def discard(self) -> None:
-        """Forget the gradients kept for an optimizer step that does not come."""
-        self.kept.pop()
-        self.moved = False
+        return awaited, self._last_batch[current.requested.incoming.rows] == following.number if updates else None
 
 
 @dataclass
@@ -144,31 +88,78 @@ class GradientAccumulator:
         return [rows[mask]], [gradients[mask]]
 
 
-class HeldGradients:
-    """What clipping does to them, those of tables that it takes in; on the collection's worker only.
+class RowUpdates:
+    """The updates of one collection's rows, on its worker only.
 
     Args:
-        accumulator: has them, each row once.
         local: this rank's rows.
-        transport: of the collection's messages.
 
     Attributes:
-        square_sum: what :meth:`sum_squares` has found: float64, without dimensions.
+        idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
+        kept: gradients kept for a later optimizer step, or held until they are clipped.
+        moved: whether any rank has had a gradient in this window.
     """
 
-    square_sum: Tensor
+    def __init__(self, local: LocalRows) -> None:
+        self.local, self.kept = local, GradientAccumulator()
+        self.idle_steps = [0] * len(local.layout.tables)
+        self.moved = False
 
-    def __init__(self, accumulator: GradientAccumulator, local: LocalRows, transport: Transport) -> None:
-        self._accumulator, self._local, self._transport = accumulator, local, transport
+    def count_step(self, current: Batch, moved: bool) -> None:
+        """Take note of whether any rank has a gradient of this batch; a window without one is no update of the tables."""
+        update = current.update
+        self.moved |= moved
+        if update.updates and not self.moved:
+            self.idle_steps = [idle + (not given.frozen) for idle, given in zip(self.idle_steps, update.settings)]
+        if any(self.idle_steps):
+            pairs = zip(update.settings, self.idle_steps)
+            update.settings = [replace(given, step=given.step - idle) for given, idle in pairs]
+        self.moved &= not update.updates
 
-    def sum_squares(self, settings: Sequence[UpdateSettings]) -> None:
-        """Add the squares of all elements up, over all ranks, in their order: the same number on each. Collective."""
-        ranks = self._transport.ranks
-        mine = torch.zeros(1, dtype=torch.float64, device=self._transport.device)
+    def take(self, batch: Batch, chosen: SomeRows, gradients: Tensor, due: Tensor | None = None) -> None:
+        """Update some rows of a batch; or keep their gradients, if it is clipped or no optimizer step follows it.
+
+        Args:
+            batch: the batch.
+            chosen: which of its rows.
+            gradients: theirs as they came, shape ``[len(chosen.incoming), dim]``.
+            due: which of the kept rows are updated as well (bool); None for all.
+        """
+        incoming = batch.requested.incoming
+        rows, order = incoming.rows.index_select(0, chosen.incoming.index), incoming.order_by_slot(chosen.incoming.index)
+        if order is not None:  # the order of summation
+            rows, gradients = rows[order], gradients[order]
+        if batch.update.held or not batch.update.updates:
+            self.kept.accumulate(rows, gradients)
+            return
+        if self.kept.rows:
+            kept_rows, kept_gradients = self.kept.pop(due)
+            rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
+        self.local.update(rows, gradients, batch.update.settings)
+
+    def apply_held(self, batch: Batch) -> None:
+        """Update rows by the gradients that are held."""
+        for rows, gradients in zip(*self.kept.pop()):
+            self.local.update(rows, gradients, batch.update.settings)
+
+    def discard(self) -> None:
+        """Forget the gradients kept for an optimizer step that does not come."""
+        self.kept.pop()
+        self.moved = False
+
+    # -- clipping of gradients that are held
+
+    def sum_squares(self, transport: Transport, settings: Sequence[UpdateSettings]) -> Tensor:
+        """Return the sum of the squares of all elements over all ranks: float64, without dimensions. Collective.
+
+        The ranks add up in one order, so that all have the same number.
+        """
+        ranks = transport.ranks
+        mine = torch.zeros(1, dtype=torch.float64, device=transport.device)
         for clipped, gradients in self._clipped(settings):
             mine += torch.linalg.vector_norm(gradients[clipped], dtype=torch.float64).square()
-        told = self._transport.exchange_words(mine.view(torch.int32).repeat(ranks), [2] * ranks, [2] * ranks)
-        self.square_sum = told.view(torch.float64).sum()
+        told = transport.exchange_words(mine.view(torch.int32).repeat(ranks), [2] * ranks, [2] * ranks)
+        return told.view(torch.float64).sum()
 
     def scale(self, factor: Tensor, settings: Sequence[UpdateSettings]) -> None:
         """Multiply all elements."""
@@ -181,5 +172,5 @@ class HeldGradients:
             gradients[clipped] = gradients[clipped].clamp(-limit, limit)
 
     def _clipped(self, settings: Sequence[UpdateSettings]) -> list[tuple[Tensor | slice, Tensor]]:
-        kept = zip(self._accumulator.rows, self._accumulator.gradients)
-        return [(self._local.clipped(rows, settings), gradients) for rows, gradients in kept]
+        kept = zip(self.kept.rows, self.kept.gradients)
+        return [(self.local.clipped(rows, settings), gradients) for rows, gradients in kept]

@@ -267,7 +267,7 @@ def _most_held() -> tuple[int, int]:
                 collections = engine.collections.values()
                 for collection in collections:
                     collection._worker.run(lambda: None)  # behind all that it has been given so far
-                states = [(each.jobs.current, each.jobs.following, each.jobs.unsent) for each in collections]
+                states = [(each.step.current, each.step.following, each.step.unsent) for each in collections]
                 held.append(sum(_memory(states).values()))
             assert all(len(each._exchange.row_updates.kept.rows) == 0 for each in collections)
         engine.drain()

@@ -98,7 +98,7 @@ def _fetched_in_forward() -> list[bool]:
         loss, fetched = ddp(first), []
         for collection in engine.collections.values():
             collection._worker.run(lambda: None)  # behind what it has been given so far
-            fetched.append(collection.jobs.following.heard)
+            fetched.append(collection.step.following.announced.heard)
         engine.end_forward()
         loss.backward()
         engine.end_backward()

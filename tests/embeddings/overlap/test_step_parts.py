@@ -8,8 +8,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_freescale.embeddings.optimizer import new_state, update_rows
 from lightning_freescale.embeddings.overlap import id_exchange
+from lightning_freescale.embeddings.overlap.batch_state import StepLookups
 from lightning_freescale.embeddings.overlap.id_exchange import PartLayout, put, take
-from lightning_freescale.embeddings.overlap.step_lookups import StepLookups
 from tests.helpers.jagged import make_features
 
 

@@ -140,7 +140,7 @@ class NotesOrder(CountingModel):
     def _note(self, weight: Tensor) -> None:
         strategy: Any = self.trainer.strategy
         engine = strategy.overlap_controller.engine
-        self.handed_over.append(all(each.jobs.current.gradient_sent for each in engine.collections.values()))
+        self.handed_over.append(all(each.step.gradient_sent for each in engine.collections.values()))
 
     def on_fit_end(self) -> None:
         self.statistics["handed over"] = self.handed_over
