@@ -17,9 +17,8 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.modules.embedding_configs import DataType
 
-from lightning_freescale.embeddings.embedding_choice import tied_modules
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
-from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name
+from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name, tied_modules
 
 _KINDS = (EmbeddingCollection, EmbeddingBagCollection)
 

@@ -45,7 +45,7 @@ class TableSharding:
         root: the module, changed in place.
         device: where the shards will live.
         overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
-        embeddings: plain ``nn.Embedding`` modules under ``root`` to shard as well, see :mod:`.embedding_choice`.
+        embeddings: plain ``nn.Embedding`` modules under ``root`` to shard as well, see :func:`.choose_embeddings`.
 
     Attributes:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which

@@ -41,7 +41,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False) -
     if module is None or (find_spec("torchrec") is None and not shard):
         return []
     from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
-    from lightning_freescale.embeddings.embedding_choice import choose_embeddings
+    from lightning_freescale.embeddings.plain_embedding import choose_embeddings
 
     found = find_collections(module, set(choose_embeddings(module, shard).chosen.values()))
     for path in unsupported_collections(module, found) if warn else ():
@@ -55,7 +55,7 @@ def tell_embeddings(
     """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
     if find_spec("torchrec") is None:
         return
-    from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING, choose_embeddings
+    from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING, choose_embeddings
 
     choice = choose_embeddings(module, shard)
     sizes = {path: f"{path!r} ({e.num_embeddings} x {e.embedding_dim})" for path, e in (choice.chosen | choice.left).items()}

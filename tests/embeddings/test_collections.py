@@ -14,8 +14,13 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
-from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING, choose_embeddings
-from lightning_freescale.embeddings.plain_embedding import EmbeddingIds, as_collection, rows_of_ids
+from lightning_freescale.embeddings.plain_embedding import (
+    LARGE_EMBEDDING,
+    EmbeddingIds,
+    as_collection,
+    choose_embeddings,
+    rows_of_ids,
+)
 from tests.helpers.managed_tables import managed_collection
 from tests.helpers.recommender import tables
 

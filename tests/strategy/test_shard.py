@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.embeddings.embedding_choice import LARGE_EMBEDDING
+from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures
 from tests.helpers.plain_embeddings import ITEMS, SHARDED, PlainModel, plain_loader

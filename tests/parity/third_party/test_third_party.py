@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from lightning_freescale.embeddings import embedding_choice
+from lightning_freescale.embeddings import plain_embedding
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.overlap_training import assert_same
 from tests.parity.third_party.training import CATALOGUE, DIM, STEPS, Fit, Training, fit_both
@@ -96,9 +96,9 @@ def test_trains_as_under_ddp(name: str, optimizer: str, ranks: int) -> None:
 @third_party
 @pytest.mark.parametrize("name", ["SASRec, softmax", "GPT2, softmax"])
 def test_auto_shards_the_table_of_a_softmax(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_choice, "LARGE_EMBEDDING", CATALOGUE * DIM)
+    monkeypatch.setattr(plain_embedding, "LARGE_EMBEDDING", CATALOGUE * DIM)
     kind = model(name)
-    assert tuple(embedding_choice.choose_embeddings(kind("adam"), "auto").chosen) == kind.tables
+    assert tuple(plain_embedding.choose_embeddings(kind("adam"), "auto").chosen) == kind.tables
     _assert_trained_alike(run_distributed(fit_both, 2, kind, "adam", shard="auto"), kind, "adam")
 
 
