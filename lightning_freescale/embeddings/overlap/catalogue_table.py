@@ -30,9 +30,9 @@ class CatalogueTable:
     Args:
         table: the table.
         features: all features of its module.
-        part: has it in training.
-        look_up: looks rows up in the module of ``part``.
-        number: which of the module's parts ``part`` is.
+        part: the part of the module that has the table, ``number`` among its parts.
+        look_up: looks rows up in that module.
+        number: place of ``part``.
         tables: all sharded tables.
     """
 
@@ -205,11 +205,6 @@ class CatalogueShard:
 
 class RankPositions:
     """The positions of all ranks in one call of a loss; see :class:`.Positions`.
-
-    Args:
-        group: of the exchange.
-        device: of the tensors that it sends.
-        count: positions of this rank.
 
     Attributes:
         counts: positions of every rank.

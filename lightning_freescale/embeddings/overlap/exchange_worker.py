@@ -38,14 +38,14 @@ class ExchangeWorker(WorkerThread):
 
     Args:
         path: of the collection, for errors.
-        device: on CUDA the jobs run on the stream.
-        statistics: what to count waits in.
-        order: that its exchanges are launched in.
-        hops: groups to abort when a job fails: a rank that no member of one waits for would not hear of it.
+        device: of the rows.
+        statistics: counts waits.
+        order: in which its exchanges are launched.
+        hops: groups to abort when a job fails, because ranks outside of them would not hear of it.
 
     Attributes:
         error: what a job has raised.
-        observer: told when training waits for rows.
+        observer: is told when training waits for rows.
     """
 
     def __init__(

@@ -38,15 +38,7 @@ class EvaluatedRows(NamedTuple):
 
 
 class LookupHandshake:
-    """Makes requests of ids, exchanges them, and turns the error of one rank into an error of all.
-
-    Args:
-        path: of the collection, for errors.
-        group: process group of this collection alone.
-        local: this rank's rows.
-        dedup: as in :meth:`RowRequest.from_lookups`.
-        route: to the owners.
-    """
+    """Makes requests of ids, exchanges them, and turns the error of one rank into an error of all."""
 
     def __init__(self, path: str, group: dist.ProcessGroup, local: LocalRows, dedup: bool, route: Route) -> None:
         self.path, self.group = path, group

@@ -168,12 +168,7 @@ def heads_travel_apart(device: torch.device) -> bool:
 
 
 class IdExchange:
-    """Sends ``[head | rows by slot | ids | gradients]`` to every owner.
-
-    Args:
-        transport: of the collection.
-        slots: as :attr:`RowRequest.slots`, per rank.
-    """
+    """Sends ``[head | rows by slot | ids | gradients]`` to every owner; ``slots`` are per rank as in :class:`.RowRequest`."""
 
     def __init__(self, transport: Transport, slots: int) -> None:
         self._transport, self._slots = transport, slots

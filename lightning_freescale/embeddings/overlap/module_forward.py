@@ -169,18 +169,11 @@ class _Pool(torch.autograd.Function):
 
 
 class ModuleForward:
-    """Stands in for the forward of TorchRec's module while the engine has it; everything else of the module stays.
-
-    Args:
-        collection: what is sharded.
-        module: TorchRec's sharded module.
-        parts: its tables by width.
-        evaluation: makes the lookups outside of steps.
-        tables: all sharded tables.
+    """Replaces the forward of TorchRec's module while the engine has it; everything else of the module stays.
 
     Attributes:
-        collection: as given.
-        parts: as given.
+        collection: what is sharded.
+        parts: its tables by width.
     """
 
     def __init__(

@@ -153,11 +153,6 @@ class BagTraffic:
 
     A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, also
     for those that it has no row of (a reduce-scatter). A table that one rank holds is pooled there.
-
-    Args:
-        layout: of the tables.
-        rank: this rank.
-        dim: width of a row.
     """
 
     def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:

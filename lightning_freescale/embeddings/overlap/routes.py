@@ -109,13 +109,8 @@ class DirectRoute:
 
     :class:`.ProxyRoute` has the same methods. Those that move anything are collective.
 
-    Args:
-        transport: of the collection.
-        local: this rank's rows.
-        no_rows: a request for no rows.
-
     Attributes:
-        no_rows: as given.
+        no_rows: a request for no rows.
         no_incoming: what arrives if no rank asks for any row.
         nothing_given: no rows of a batch.
         exchange_ids: :meth:`IdExchange.exchange`; returns the heads of all ranks.

@@ -32,15 +32,6 @@ from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUp
 class RowExchange:
     """The worker thread's side: what it does in each job. No other thread touches the rows, so they need no lock.
 
-    Args:
-        path: of the collection, for errors.
-        local: this rank's rows.
-        group: process group of this collection alone.
-        dedup: request each row once per rank and batch.
-        route: to the owners.
-        statistics: what to count in.
-        pooled: whether the rows are those of bags.
-
     Attributes:
         path: of the collection.
         local: this rank's rows.

@@ -19,12 +19,7 @@ COUNTED_EVERY = 8
 
 
 class Collisions:
-    """Compares batches by the number of the last one that asked for each row: nothing is sorted, and nothing is reset.
-
-    Args:
-        local: this rank's rows.
-        statistics: what to count in.
-    """
+    """Compares batches by the number of the last one that asked for each row: nothing is sorted, and nothing is reset."""
 
     def __init__(self, local: LocalRows, statistics: ExchangeStatistics) -> None:
         self.statistics = statistics
@@ -90,9 +85,6 @@ class GradientAccumulator:
 
 class RowUpdates:
     """The updates of one collection's rows, on its worker only.
-
-    Args:
-        local: this rank's rows.
 
     Attributes:
         idle_steps: for each table the optimizer steps in which no rank had a gradient: they are no updates of it.
