@@ -21,7 +21,6 @@ from lightning_freescale._object_gather import gather_objects
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import single_file
 from lightning_freescale.checkpoint.deferred_tensors import DeferredTensor
-from lightning_freescale.checkpoint.exchange_names import take_place
 from lightning_freescale.checkpoint.spread_tensors import SpreadTensors
 from lightning_freescale.checkpoint.stored_tensors import StoredPieces, StoredTensor, name_of, write_pieces
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -73,7 +72,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
         with single_file.replacing(beside / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
-        take_place(beside, folder)
+        single_file.take_place(beside, folder)
         single_file.sync_folder(folder.parent)
 
     _together(begin if rank == 0 else None, what, group)

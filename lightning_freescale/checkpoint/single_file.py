@@ -5,8 +5,10 @@ Its tables are written one after the other, and mapped into memory where they ar
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +20,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTensors
-from lightning_freescale.checkpoint.exchange_names import take_place
 
 _READ_AT_ONCE = 1 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """What of a checkpoint stays in the mapped file, because whoever takes it makes a copy."""
 
@@ -68,6 +70,41 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         beside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def take_place(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``, be it a file or a folder before; what it was is removed afterwards.
+
+    Raises:
+        OSError: they cannot be renamed.
+    """
+    if not path.is_dir() and not (new.is_dir() and path.exists()):
+        os.replace(new, path)
+        return
+    _exchange_names(new, path)
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        new.unlink()
+
+
+def _exchange_names(new: Path, old: Path) -> None:
+    """Give ``new`` the name of ``old`` and the other way round.
+
+    A rename takes the place of an empty folder only. Linux exchanges names in one step on most file systems; elsewhere ``old``
+    is away for a moment, and stays under the name of ``new`` with ``.old`` behind it if the process dies in it.
+
+    Raises:
+        OSError: they cannot be renamed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    rename = getattr(libc, "renameat2", None)
+    if rename is not None and rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
+        return
+    away = new.with_name(f"{new.name}.old")
+    os.rename(old, away)
+    os.rename(new, old)
+    os.rename(away, new)
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
 from lightning_freescale._lightning.saving import is_last
+from lightning_freescale._object_gather import gather_objects
 from lightning_freescale._worker import WorkerThread
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class CheckpointFiles:
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training
         if not in_background:
-            _room("finite").refuse_non_finite(parameters.items(), path)
+            _refuse_non_finite(parameters.items(), path)
         if self._deferred is None:
             return False
         if not self._in_folder:
@@ -114,7 +115,7 @@ class CheckpointFiles:
     def _write_folder(
         self, checkpoint: dict[str, Any], path: Path, spread: list[Any], copies: list[tuple[str, Tensor]]
     ) -> None:
-        _room("finite").refuse_non_finite(copies, path, self._group)
+        _refuse_non_finite(copies, path, self._group)
         _room("sharded_folder").write(checkpoint, path, spread, self._group)
 
     def remove(self, remove: Callable[[], None]) -> None:
@@ -161,6 +162,33 @@ class CheckpointFiles:
             rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest whole one beside it")
             path = earlier
         return cast(dict[str, Any], reading.read(path, weights_only))
+
+
+def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse to save numbers that are infinite or none. Collective on ``group``, by default the default group.
+
+    Args:
+        tensors: what this rank holds, by name.
+        path: of the checkpoint that would be written.
+        group: of all ranks.
+
+    Raises:
+        ValueError: some rank holds such numbers; on every rank.
+    """
+    found = {name: None for of_rank in gather_objects(_non_finite(tensors), group) for name in of_rank}
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"the checkpoint {path} is not written: {', '.join([*found][:3])}{more} have values that are infinite or not a "
+            "number. Earlier checkpoints are as they were: resume from one of them, with Trainer(detect_anomaly=True) to see "
+            "where it begins"
+        )
+
+
+def _non_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    # both extremes of a tensor with one NaN are NaN
+    extremes = ((name, torch.aminmax(t.detach())) for name, t in tensors if t.is_floating_point() and t.numel())
+    return [name for name, (low, high) in extremes if not (low.isfinite() & high.isfinite())]
 
 
 def _copied(tensor: Tensor) -> Tensor:

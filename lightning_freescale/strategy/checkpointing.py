@@ -17,9 +17,14 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
 from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
-from lightning_freescale.checkpoint.accumulated_gradients import gather_accumulated, restore_accumulated
-from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
-from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
+from lightning_freescale.checkpoint.run_state import (
+    gather_accumulated,
+    gather_random_states,
+    lay_out_buckets,
+    noting_order,
+    restore_accumulated,
+    set_random_state,
+)
 from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.stopping import StoppingStrategy
 from lightning_freescale.strategy.table_access import TableAccess

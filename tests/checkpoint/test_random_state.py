@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.checkpoint.random_state import gather_random_states, set_random_state
+from lightning_freescale.checkpoint.run_state import gather_random_states, set_random_state
 from lightning_freescale.testing import run_distributed
 from tests.helpers.gpu_random_state import gpu_random_states
 

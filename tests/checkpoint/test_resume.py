@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.checkpoint.bucket_order import lay_out_buckets, noting_order
+from lightning_freescale.checkpoint.run_state import lay_out_buckets, noting_order
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, Stream, assert_continued, fit, samples_by_step

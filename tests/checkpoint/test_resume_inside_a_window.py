@@ -14,7 +14,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 
-from lightning_freescale.checkpoint.accumulated_gradients import restore_accumulated
+from lightning_freescale.checkpoint.run_state import restore_accumulated
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Fitted, Seen, fit
 from tests.helpers.overlap_training import assert_same

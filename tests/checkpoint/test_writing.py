@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from lightning_freescale.checkpoint import exchange_names, single_file
+from lightning_freescale.checkpoint import single_file
 from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -86,7 +86,7 @@ def test_what_is_new_takes_the_place_of_what_was_there(
     """A link gives way, and what it leads to stays."""
     if not in_one_step:
         cannot = SimpleNamespace(renameat2=lambda *_: -1)
-        monkeypatch.setattr(exchange_names.ctypes, "CDLL", lambda *_, **__: cannot)
+        monkeypatch.setattr(single_file.ctypes, "CDLL", lambda *_, **__: cannot)
     place = tmp_path / "place"
     place.mkdir()
     path, led_to, beside = place / "last.ckpt", tmp_path / "led to", place / "new"
@@ -100,7 +100,7 @@ def test_what_is_new_takes_the_place_of_what_was_there(
         path.symlink_to(led_to)
     beside.mkdir() if new == "folder" else beside.touch()
     inode = beside.stat().st_ino
-    exchange_names.take_place(beside, path)
+    single_file.take_place(beside, path)
     assert [entry.name for entry in place.iterdir()] == ["last.ckpt"]
     assert path.lstat().st_ino == inode and led_to.exists() == ("link" in was)
 
