@@ -26,6 +26,11 @@ from lightning_freescale.comm.transports.transfer import RankBuffers
 
 BACKEND = "freescale"
 
+# A model that is no longer used, and with it the process groups of its tables, waits for the garbage collector. A worker of a
+# DataLoader that would collect them waits for threads that fork has not copied: it hangs in gloo's destructor, or dies of a
+# segmentation fault. So a forked process never collects what it has inherited.
+os.register_at_fork(after_in_child=gc.freeze)
+
 # Every method is delegated explicitly: one that falls through to the C++ base class would run while holding the GIL, which
 # deadlocks with gloo's own thread.
 _DELEGATED = (
@@ -338,16 +343,6 @@ for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # some came with torch 2.14
             setattr(ProcessGroupFreeScale, _name, _method(_name))
-
-
-def leave_groups_alone() -> None:
-    """From now on no forked process of this one collects garbage that it has inherited.
-
-    A model that is no longer used, and with it the process groups of its tables, waits for the garbage collector. A worker of a
-    DataLoader that would collect them waits for threads that fork has not copied: it hangs in gloo's destructor, or dies of a
-    segmentation fault.
-    """
-    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def register_backend() -> None:

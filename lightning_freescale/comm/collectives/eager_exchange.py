@@ -52,12 +52,7 @@ class EagerExchange:
         self._peer = p2p.rank  # whose message is being sent or waited for
 
     def exchange(self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta) -> None:
-        """Do as :meth:`ProcessGroupFreeScale.exchange`. Collective.
-
-        Raises:
-            ValueError: an argument is wrong.
-            DistBackendError: a peer is gone, did not come, or sends what does not fit.
-        """
+        """Do as :meth:`ProcessGroupFreeScale.exchange`. Collective."""
         outgoing, incoming = (
             _Parts("send", send, "gives", gives, self._p2p),
             _Parts("received", received, "gets", gets, self._p2p),
@@ -185,11 +180,7 @@ class _Link:
         return self.outgoing[:end]
 
     def unpack(self, parts: _Parts, number: int, kind: int, ranks: Sequence[int]) -> None:
-        """Put what has come into the peer's slot, or note how much is to come.
-
-        Raises:
-            DistBackendError: it is of another exchange or dtype, or longer than the slot.
-        """
+        """Put the part that has come into the peer's slot, or note the length of the one to come."""
         length, its_number, its_kind = _HEAD.unpack_from(self._read)
         room = parts.lengths[self.peer]
         if length > room or its_number != number or its_kind != kind:
@@ -218,12 +209,9 @@ def _refuse(name: str, tensor: Tensor) -> NoReturn:
 def exchange_with_sizes(
     group: dist.ProcessGroup, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int]
 ) -> None:
-    """Do as :meth:`ProcessGroupFreeScale.exchange`, by two all-to-alls. Collective.
+    """Do as :meth:`ProcessGroupFreeScale.exchange` with CUDA tensors, by two all-to-alls. Collective.
 
     The host waits for the device to learn the sizes (not tested on GPU).
-
-    Raises:
-        DistBackendError: more comes than a slot holds.
     """
     sizes = torch.tensor(gives, device=send.device)
     coming = torch.empty_like(sizes)

@@ -36,8 +36,6 @@ _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 class CollectiveExecutor:
     """Runs the all-to-alls and all-gathers of one lane, in order. Creating it is collective.
 
-    ``backend_opts`` are what ``torch.distributed`` gives a backend: store, rank, size, timeout.
-
     Attributes:
         p2p: the lane's connections.
         topology: what the ranks run on.
@@ -70,12 +68,7 @@ class CollectiveExecutor:
         _LIVE.add(self)
 
     def set_up_transport(self, kind: str) -> None:
-        """Let the transport of that name move CUDA tensors from now on. Collective; for a lane without one.
-
-        Raises:
-            TransportRefused: it cannot be had; on every rank.
-            DistBackendError: a rank does not come.
-        """
+        """Let the transport of that name move CUDA tensors from now on, or raise on every rank. Collective."""
         self.transport = set_up_transport(
             kind, self.options, self.topology, self.p2p, self._host, self._topology_store, self._timeout
         )
@@ -109,12 +102,7 @@ class CollectiveExecutor:
     def exchange(
         self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta | None
     ) -> None:
-        """Run an exchange whose ranks have agreed by themselves, on the caller's thread: it need not wait for what is queued.
-
-        Raises:
-            ValueError: an argument is wrong; the other ranks have been told.
-            DistBackendError: the lane has ended.
-        """
+        """Run an exchange whose ranks have agreed by themselves, on the caller's thread: it need not wait for queued jobs."""
         self.check_open("exchange")
         try:
             return self._eager.exchange(received, send, gets, gives, timeout or self._timeout)
@@ -127,11 +115,7 @@ class CollectiveExecutor:
         raise failed  # without a context, whose frames would keep the messages, and they the connections
 
     def check_open(self, name: str) -> None:
-        """Check that the lane can run a collective of that name.
-
-        Raises:
-            DistBackendError: it has ended.
-        """
+        """Raise DistBackendError for a collective of that name if the lane has ended."""
         if self.failure:
             raise dist.DistBackendError(self._locate(name, self.failure))
 

@@ -1,4 +1,8 @@
-"""Before a collective moves: all ranks are there, take part in the same one, and expect what is sent."""
+"""Before a collective moves: all ranks are there, take part in the same one, and expect what is sent.
+
+Gloo ends the process when a message is larger than the receive posted for it, and says nothing when it is smaller. So every
+rank first sends every other a header of fixed size with what it sends and expects. Small parts travel in the header.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +23,17 @@ _MAGIC = 0x46534331
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank says about its part of a collective.
-
-    Attributes:
-        sequence_number: in the lane's order.
-        sends: bytes that the addressee gets.
-        expects: bytes that the addressee should send.
-        largest: the most that any rank gets from the sender.
-        refusal: why the sender cannot take part; empty if it can.
-        payload: the bytes themselves, if they fit.
-        on_gpu: whether the tensors are; then the header has no payload.
-    """
+    """The part of a rank in a collective, as it describes it to one peer."""
 
     name: str
     sequence_number: int
-    sends: int
-    expects: int
-    largest: int
+    sends: int  # bytes, to the peer
+    expects: int  # bytes, from the peer
+    largest: int  # bytes, to any rank
     dtype_index: int
-    refusal: str = ""
-    payload: Tensor | None = None
-    on_gpu: bool = False
+    refusal: str = ""  # why the rank cannot take part
+    payload: Tensor | None = None  # the bytes that it sends, if they fit
+    on_gpu: bool = False  # then there is no payload
 
     def pack(self) -> Tensor:
         """Return the message, uint8 of shape ``[HEADER_BYTES]``."""
@@ -71,11 +65,7 @@ class CollectiveHandshake:
         self._posted: dict[int, list[tuple[dist.Work, bytearray]]] = {}
 
     def exchange_headers(self, transfer: Transfer, refusal: str = "") -> None:
-        """Tell all ranks what this one does, or why it cannot, and hear what they do; sets ``transfer.largest``. Collective.
-
-        Raises:
-            DistBackendError: a rank refuses, is gone, did not come, or takes part in another way.
-        """
+        """Compare this rank's part of a collective, or its refusal, with those of all ranks; set ``transfer.largest``."""
         transfer.largest = max(part.shape[0] for part in transfer.outgoing)
         headers = self._exchange(transfer, refusal)
         told = [(self._p2p.rank, refusal), *((peer, header.refusal) for peer, header in headers.items())]

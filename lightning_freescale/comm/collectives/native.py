@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeBackends:
-    """What torch itself would use for the collectives of one group.
+    """The backends that torch itself would use for the collectives of one group.
 
     Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. With ``lazy_gloo`` the
     first collective makes them, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy connections
@@ -120,11 +120,7 @@ class NativeBackends:
             self.nccl.abort()
 
     def connect_gloo(self, name: str) -> None:
-        """Connect gloo for collectives, unless it is; ``name`` is of the one that needs it. Collective.
-
-        Raises:
-            DistBackendError: a rank does not come.
-        """
+        """Connect gloo unless it is connected; ``name`` is that of the collective that needs it. Collective."""
         with self._registering:
             if self._gloo is not None:
                 return

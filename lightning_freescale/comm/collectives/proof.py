@@ -28,18 +28,12 @@ _WARM_UP, _ROUNDS = 2, 5
 
 @dataclass(frozen=True)
 class ProofDevice:
-    """What the exchanges run on.
-
-    Attributes:
-        compute: enqueues a fixed amount of compute on the current stream.
-        synchronize: waits for all that is enqueued.
-        release: gives back memory that is not in use.
-    """
+    """The device that the exchanges run on."""
 
     device: torch.device
-    compute: Callable[[], None]
-    synchronize: Callable[[], None]
-    release: Callable[[], None] = lambda: None
+    compute: Callable[[], None]  # enqueues a fixed amount of compute on the current stream
+    synchronize: Callable[[], None]  # waits for all that is enqueued
+    release: Callable[[], None] = lambda: None  # gives back memory that is not in use
 
     @staticmethod
     def from_cuda() -> ProofDevice:
@@ -57,47 +51,28 @@ class ProofDevice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it; the same on all ranks.
+    """The result of a proof; the same on all ranks."""
 
-    Attributes:
-        chosen: a candidate, or ``"native"``.
-        milliseconds: until an exchange and the compute beside it had ended, of the slowest rank; ``"native"`` and every
-            candidate that was measured.
-        failures: why the others were dropped.
-    """
-
-    chosen: str
-    milliseconds: dict[str, float]
-    failures: dict[str, str]
+    chosen: str  # a candidate, or "native"
+    milliseconds: dict[str, float]  # until an exchange and the compute beside it had ended, on the slowest rank
+    failures: dict[str, str]  # why candidates were dropped
 
 
 @dataclass
 class Proof:
-    """Checks and measures candidates against torch's own backend. Collective.
+    """Checks and measures candidates against torch's own backend. Collective."""
 
-    Args:
-        native: torch's own backend. It must not fail.
-        candidates: what may take its place, by name.
-        ranks: global rank of every rank, for errors.
-        gather: returns what every rank says, which is a mapping of short texts or numbers.
-        limit: seconds that a candidate may take for all its exchanges.
-        chunk_bytes: of the lane. Parts of this size and one byte around it are tried.
-        largest_bytes: of the largest part, and about as much as is sent at a time.
-        typical_bytes: of the exchange that is measured, of one rank.
-        late_seconds: how late a rank comes.
-    """
-
-    native: AllToAll
-    candidates: dict[str, AllToAll]
+    native: AllToAll  # torch's own backend, which must not fail
+    candidates: dict[str, AllToAll]  # what may take its place
     device: ProofDevice
     rank: int
-    ranks: list[int]
-    gather: Callable[[dict[str, Any]], list[dict[str, Any]]]
-    limit: float
-    chunk_bytes: int
-    largest_bytes: int = 64 * _MIB
-    typical_bytes: int = 32 * _MIB
-    late_seconds: float = 0.3
+    ranks: list[int]  # global rank of every rank, for errors
+    gather: Callable[[dict[str, Any]], list[dict[str, Any]]]  # returns the short texts or numbers of every rank
+    limit: float  # seconds that a candidate may take for all its exchanges
+    chunk_bytes: int  # of the lane: parts of this size and one byte around it are tried
+    largest_bytes: int = 64 * _MIB  # of the largest part, and about as much as is sent at a time
+    typical_bytes: int = 32 * _MIB  # of the exchange that is measured, of one rank
+    late_seconds: float = 0.3  # how late a rank comes
     _failures: dict[str, str] = field(default_factory=dict)
     _spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 

@@ -14,19 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class TransferWork(dist.Work):
-    """A collective that a lane runs; ``done`` is the future of its job, ``results`` are the tensors it fills."""
+class _ResultWork(dist.Work):
+    """A Work that fills ``results``."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__()
+        self._results = results
+
+    def synchronize(self) -> None:
+        """Block until the tensors are there, as :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors it fills; wait first."""
+        return self._results
+
+
+class TransferWork(_ResultWork):
+    """A collective that a lane runs; ``done`` is the future of its job."""
 
     def __init__(self, done: Future[None], results: list[Tensor]) -> None:
-        super().__init__()
-        self._done, self._results = done, results
+        super().__init__(results)
+        self._done = done
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the tensors are there, on CUDA as well.
-
-        Raises:
-            DistBackendError: a peer is gone or did not come in time, or the ranks do not agree on the collective.
-        """
+        """Block until the tensors are there, on CUDA as well; raise DistBackendError if the collective fails."""
         try:
             error = self._done.exception(timeout.total_seconds() if timeout > timedelta(0) else None)
         except TimeoutError as late:
@@ -49,14 +61,6 @@ class TransferWork(dist.Work):
         """Return its error, if it has ended in one."""
         return self._done.exception() if self._done.done() else None
 
-    def synchronize(self) -> None:
-        """Block until the tensors are there, as :meth:`wait`."""
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors it fills; wait first."""
-        return self._results
-
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of its tensors."""
         device = self._results[0].device if self._results else torch.device("cpu")
@@ -72,12 +76,12 @@ class TransferWork(dist.Work):
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-class CoalescedWork(dist.Work):
-    """Several Works as one; ``results`` are the tensors they fill."""
+class CoalescedWork(_ResultWork):
+    """Several Works as one."""
 
     def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
-        super().__init__()
-        self._works, self._results = works, results
+        super().__init__(results)
+        self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for all Works, one after the other; raise what the first of them raises."""

@@ -24,15 +24,7 @@ def is_lent() -> bool:
 def attempt_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return a part of torchrun's store that is this attempt's alone, for ``init_process_group(store=)``. Collective.
 
-    Args:
-        address: of the store.
-        port: of the store.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: how long ranks wait for each other.
-
-    Raises:
-        RuntimeError: a rank did not come within the timeout.
+    The ranks wait for each other for ``timeout``, and then raise RuntimeError.
     """
     lent = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(_name_of_attempt(dist.PrefixStore("freescale attempts", lent), rank, world_size, timeout), lent)

@@ -74,11 +74,7 @@ class ZeroCtaTransport:
         self._kept: Transfer | None = None
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between rounds.
-
-        Raises:
-            DistBackendError: the ranks did not all come in time.
-        """
+        """Fill ``transfer.incoming``. ``pause`` is called between rounds."""
         with self._busy, self._driver.active():
             self._kept = transfer  # the GPU may still write there after a failure
             self._driver.wait_event(self._stream, transfer.issued)

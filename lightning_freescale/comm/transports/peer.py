@@ -144,11 +144,7 @@ class PeerTransport:
         self._stuck: list[object] = []
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between rounds.
-
-        Raises:
-            DistBackendError: a peer did not come in time or has given up.
-        """
+        """Fill ``transfer.incoming``. ``pause`` is called between rounds."""
         with self.start_transfer(transfer) as progress:
             self.complete_transfer(progress, transfer.timeout, pause)
 
@@ -263,11 +259,7 @@ class TwoLevelTransport:
         self.far = [rank for rank in range(size) if rank not in near.ranks]
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between chunks.
-
-        Raises:
-            DistBackendError: a peer is gone, did not come in time, or has given up.
-        """
+        """Fill ``transfer.incoming``. ``pause`` is called between chunks."""
         with self._near.start_transfer(transfer) as progress:
 
             def advance_and_pause() -> None:

@@ -18,23 +18,14 @@ _WORD = 4
 
 @dataclass
 class Direction:
-    """One way of the chunks.
+    """The chunks that this rank sends, or those that it receives. Dicts are by peer."""
 
-    Attributes:
-        stream: of its copies.
-        counts: chunks so far, for every peer.
-        lead: how far the peer must have counted before a chunk may be copied, beyond the number of chunks before it.
-        words: by peer, this rank's word in which the peer counts.
-        counted: by peer, a pointer to the peer's word in which this rank counts.
-        slots: by peer, pointers to those of even and of odd chunks.
-    """
-
-    stream: Any
-    counts: list[int]
-    lead: int
-    words: dict[int, Any]
-    counted: dict[int, Any]
-    slots: dict[int, list[Any]]
+    stream: Any  # of the copies
+    counts: list[int]  # chunks so far, for every peer
+    lead: int  # how far the peer must have counted before a chunk may be copied, beyond the number of chunks before it
+    words: dict[int, Any]  # this rank's word in which the peer counts
+    counted: dict[int, Any]  # a pointer to the peer's word in which this rank counts
+    slots: dict[int, list[Any]]  # pointers to the slots of even and of odd chunks
 
 
 class Peers:
@@ -50,16 +41,11 @@ class Peers:
 
 @dataclass
 class Chunks:
-    """A chunk for each of some peers, or of each.
-
-    Attributes:
-        places: pointers to where they come from, or go to.
-        lengths: bytes of each, at least 1.
-    """
+    """A chunk to or from each of some peers."""
 
     peers: Peers
-    places: list[Any]
-    lengths: list[int]
+    places: list[Any]  # pointers to where they come from, or go to
+    lengths: list[int]  # bytes of each, at least 1
 
 
 class Link:

@@ -15,25 +15,17 @@ MAX_PAUSE_SECONDS = 0.05
 
 @dataclass(eq=False)
 class Activity:
-    """A collective that a lane is running.
-
-    Attributes:
-        last_progress: when a chunk of it last came or went, in seconds of the monotonic clock.
-    """
+    """A collective that a lane is running."""
 
     priority: int
-    last_progress: float = field(default_factory=time.monotonic)
+    last_progress: float = field(default_factory=time.monotonic)  # when a chunk of it last came or went
 
 
 class PriorityGate:
-    """The lanes of a process, and the collectives that they are running.
-
-    Attributes:
-        lanes: how many that may have work there are of every priority.
-    """
+    """The lanes of a process, and the collectives that they are running."""
 
     def __init__(self) -> None:
-        self.lanes: Counter[int] = Counter()
+        self.lanes: Counter[int] = Counter()  # number of lanes that may have work, by priority
         self._activities: list[Activity] = []
         self._changed = threading.Condition()
 

@@ -36,10 +36,6 @@ def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: 
     """Tell all ranks what this one runs on, hear what they run on, and compare their options. Collective.
 
     ``store`` is only for this and :func:`set_up_transport`, on every rank; ``timeout`` is how long to wait for the others.
-
-    Raises:
-        ValueError: the ranks do not give the same options; on every rank.
-        DistBackendError: a rank does not come.
     """
     hardware = RankHardware.from_this_process(options.transport)
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
@@ -57,12 +53,7 @@ def set_up_transport(
     store: dist.Store,
     timeout: timedelta,
 ) -> Transport | None:
-    """Set up the transport of that name for CUDA tensors; None for torch's own backend. Collective.
-
-    Raises:
-        TransportRefused: it cannot be had; on every rank.
-        DistBackendError: a rank does not come.
-    """
+    """Set up the transport of that name for CUDA tensors; None for torch's own backend. Collective."""
     if kind in ("host", "native"):  # can always be had
         return host if kind == "host" else None
     if reason := refusal(kind, topology):
@@ -158,11 +149,7 @@ def build_transport(
 
 
 def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
-    """Return what every rank says, by way of the store.
-
-    Raises:
-        DistBackendError: a rank has given up, or does not come.
-    """
+    """Return what every rank says, by way of the store."""
     keys = [f"{what}/{rank}" for rank in range(p2p.size)]
     store.set(keys[p2p.rank], json.dumps(mine))
     end = time.monotonic() + timeout.total_seconds()

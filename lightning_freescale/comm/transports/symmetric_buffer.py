@@ -27,18 +27,12 @@ class SymmetricBuffer:
     A buffer begins with a signal pad of ``2 * size + 1`` words of 32 bits: for every rank the number of chunks that have
     arrived from it, then for every rank the number of chunks sent to it that it has consumed, then whether a peer has given up.
     Behind it are two slots of a chunk for every other rank. Counts go on from transfer to transfer.
-
-    Attributes:
-        rank: this one.
-        buffers: of every rank, uint8 of shape ``[SymmetricBuffer.size_bytes(...)]``.
-        chunk: bytes of a slot.
-        mapping: what keeps the peers' buffers mapped.
     """
 
     rank: int
-    buffers: list[Tensor]
-    chunk: int
-    mapping: Any = None
+    buffers: list[Tensor]  # of every rank, uint8 of shape [SymmetricBuffer.size_bytes(...)]
+    chunk: int  # bytes of a slot
+    mapping: Any = None  # keeps the peers' buffers mapped
 
     @staticmethod
     def size_bytes(size: int, chunk: int) -> int:
@@ -82,9 +76,6 @@ def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.de
     """Allocate and map the buffers of ``size`` ranks that share a ``store``, with slots of ``chunk`` bytes. Collective.
 
     Tested between two processes on one GPU, not between GPUs.
-
-    Raises:
-        RuntimeError: the memory cannot be shared.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 

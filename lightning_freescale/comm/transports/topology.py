@@ -21,33 +21,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RankHardware:
-    """One rank's host, GPU and libraries, as the other ranks need to know them.
-
-    Attributes:
-        host: its name.
-        boot: id of the host's last boot, which tells hosts of the same name apart.
-        gpu: UUID of the current CUDA device; empty without CUDA.
-        place: index and PCI bus id of that device, for errors.
-        visible: number of CUDA devices that the process sees.
-        links: UUIDs of the devices that it reaches over NVLink.
-        shares: whether several ranks may use one GPU (``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``).
-        bindings: whether the package cuda-bindings can be imported.
-        driver: highest CUDA version of the driver, as 1000 * major + 10 * minor; 0 if unknown.
-        nccl: version of NCCL; empty without.
-        zero_cta: whether torch offers NCCL's zero-CTA policy.
-    """
+    """One rank's host, GPU and libraries, as the other ranks need to know them."""
 
     host: str
-    boot: str = ""
-    gpu: str = ""
-    place: str = ""
-    visible: int = 0
-    links: Sequence[str] = ()
-    shares: bool = False
-    bindings: bool = False
-    driver: int = 0
-    nccl: Sequence[int] = ()
-    zero_cta: bool = False
+    boot: str = ""  # id of the host's last boot, which tells hosts of the same name apart
+    gpu: str = ""  # UUID of the current CUDA device; empty without CUDA
+    place: str = ""  # index and PCI bus id of that device, for errors
+    visible: int = 0  # number of CUDA devices that the process sees
+    links: Sequence[str] = ()  # UUIDs of the devices that it reaches over NVLink
+    shares: bool = False  # several ranks may use one GPU (TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1)
+    bindings: bool = False  # the package cuda-bindings can be imported
+    driver: int = 0  # highest CUDA version of the driver, as 1000 * major + 10 * minor; 0 if unknown
+    nccl: Sequence[int] = ()  # version of NCCL; empty without
+    zero_cta: bool = False  # torch offers NCCL's zero-CTA policy
 
     @staticmethod
     def from_this_process(transport: str) -> RankHardware:
@@ -83,15 +69,10 @@ class RankHardware:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a group are.
-
-    Attributes:
-        hardware: of every rank of the group.
-        ranks: their global ranks, for errors.
-    """
+    """The hardware of every rank of a group."""
 
     hardware: tuple[RankHardware, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the global ranks, for errors
 
     @property
     def size(self) -> int:

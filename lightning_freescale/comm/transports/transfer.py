@@ -23,24 +23,15 @@ DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """What goes to every rank, or where what comes from it goes.
+    """Memory for every rank, to send from or to receive in. What cannot be sent or does not fit is a ValueError."""
 
-    Attributes:
-        buffers: for every rank uint8 of shape ``[bytes]``, in the memory of the tensors.
-        dtype_index: of the tensors, in :data:`DTYPES`.
-    """
-
-    buffers: list[Tensor]
-    dtype_index: int
+    buffers: list[Tensor]  # for every rank uint8 of shape [bytes], in the memory of the tensors
+    dtype_index: int  # in DTYPES
     device: torch.device
 
     @staticmethod
     def from_tensor(what: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> RankBuffers:
-        """Split one tensor along its first dimension; equally if ``sizes`` is empty, equally by its elements if None.
-
-        Raises:
-            ValueError: the sizes do not fit, or the tensor cannot be sent; ``what`` names it.
-        """
+        """Split one tensor along its first dimension; equally if ``sizes`` is empty, equally by its elements if None."""
         flat = _as_bytes(what, tensor)
         length = tensor.numel() if sizes is None or not tensor.ndim else tensor.shape[0]
         if not sizes:
@@ -57,11 +48,7 @@ class RankBuffers:
 
     @staticmethod
     def from_tensors(what: str, tensors: Sequence[Tensor], ranks: int) -> RankBuffers:
-        """Take one tensor per rank.
-
-        Raises:
-            ValueError: there are more or fewer, or they cannot be sent.
-        """
+        """Take one tensor per rank."""
         if len(tensors) != ranks:
             raise ValueError(f"{len(tensors)} {what} tensors for {ranks} ranks: pass one per rank")
         buffers = [_as_bytes(what, tensor) for tensor in tensors]
@@ -72,11 +59,7 @@ class RankBuffers:
 
     @staticmethod
     def from_repeated(tensor: Tensor, ranks: int) -> RankBuffers:
-        """Take the same tensor for every rank.
-
-        Raises:
-            ValueError: it cannot be sent.
-        """
+        """Take the same tensor for every rank."""
         return RankBuffers([_as_bytes("input", tensor)] * ranks, DTYPE_INDEX[tensor.dtype], tensor.device)
 
     @property
@@ -87,40 +70,26 @@ class RankBuffers:
 
 @dataclass
 class Transfer:
-    """What a transport moves.
-
-    Attributes:
-        outgoing: for every rank of the group what it gets, as uint8 of shape ``[bytes]``.
-        incoming: for every rank of the group where what it sends goes, likewise.
-        dtype_index: of the elements, in :data:`DTYPES`.
-        timeout: how long a peer may show no progress.
-        sequence_number: in the order of the lane's collectives.
-        largest: the most bytes that any rank sends to any other in it; known once the ranks have agreed.
-        issued: on CUDA, an event of the caller's stream, after which the tensors may be used.
-        chunk_tag: of all chunks on the host, where the ranks know each other's sizes; otherwise every size has its own tag, and
-            what is small travels in the header.
-    """
+    """The part of this rank in a collective, as a transport moves it."""
 
     name: str
-    outgoing: list[Tensor]
-    incoming: list[Tensor]
-    dtype_index: int
+    outgoing: list[Tensor]  # what every rank of the group gets, uint8 of shape [bytes]
+    incoming: list[Tensor]  # where the part of every rank of the group goes, likewise
+    dtype_index: int  # of the elements, in DTYPES
     device: torch.device
-    timeout: timedelta
-    sequence_number: int
-    largest: int = 0
-    issued: Any = None
+    timeout: timedelta  # how long a peer may show no progress
+    sequence_number: int  # in the order of the lane's collectives
+    largest: int = 0  # the most bytes that any rank sends to any other; known once the ranks have agreed
+    issued: Any = None  # on CUDA, an event of the caller's stream, after which the tensors may be used
+    # The tag of all chunks on the host, where the ranks know each other's sizes. Otherwise every size has its own tag, and
+    # small parts travel in the header.
     chunk_tag: int | None = None
 
     @staticmethod
     def from_buffers(
         name: str, outgoing: RankBuffers, incoming: RankBuffers, rank: int, timeout: timedelta, sequence_number: int
     ) -> Transfer:
-        """Check what goes from ``rank`` against what comes to it.
-
-        Raises:
-            ValueError: they differ in dtype, device, or the size of the rank's own part.
-        """
+        """Check the outgoing buffers of ``rank`` against its incoming ones."""
         if (outgoing.dtype_index, outgoing.device) != (incoming.dtype_index, incoming.device):
             raise ValueError(f"the input is {outgoing.kind}, the output {incoming.kind}: pass one dtype and one device")
         gives, gets = outgoing.buffers[rank].shape[0], incoming.buffers[rank].shape[0]
