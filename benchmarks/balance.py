@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parent))
 
 import harness
 import numpy as np
-from contest import OURS, PER_RANK, SLACK, Contest, Floats
+from contest import OURS, PER_RANK, Contest, Floats
 from lengths import SYNTHETIC, draw_lengths, read_lengths
 from peers import Peer, load_peers
 
-from lightning_freescale.balance.solver import swaps
+from lightning_freescale.balance.assign import COUNT_SLACK
 
 LARGE, WORTH_SEARCHING = 1024, 0.002
 QUICK = ("verl", "nvidia")
@@ -36,7 +36,7 @@ ROWS = {
     "hf": "HF batch_rebalance",
     "fixed": "ours, fixed",
     "fixed_bound": "  lower bound",
-    "slack": f"ours, slack {SLACK:.0%}",
+    "slack": f"ours, slack {COUNT_SLACK:.0%}",
     "free": "ours, free",
     "slack_bound": "  lower bound",
     "dominated": "dominated steps",
@@ -67,23 +67,19 @@ def _options() -> argparse.Namespace:
     add("--families", nargs="+", choices=SYNTHETIC, default=[], help="drawn lengths, too")
     add("--ranks", type=int, nargs="+", default=[8, 64, 256])
     add("--batches", type=int, default=20, help="global batches")
-    add("--compiled", choices=["on", "off", "both"], default="both", help="our solver with numba, without, or in turns")
     add("--large", action="store_true", help=f"{LARGE} ranks, too, with {' and '.join(QUICK)} of the peers")
     add("--peers", type=Path, metavar="FOLDER", help="others' published code, as fetch_peers.py has put it there")
     add("--search", type=float, default=0, metavar="SECONDS", help="look for a better plan where ours is above the bound")
     options = parser.parse_args()
     if not (options.data or options.families):
         parser.error("no lengths: pass --data FILE or --families NAME")
-    if options.compiled != "off" and not swaps.numba_enabled:
-        parser.error(f"--compiled {options.compiled} needs numba: pip install 'lightning-freescale[fast]', or --compiled off")
     return options
 
 
 def _run(batches: list[Floats], ranks: int, peers: dict[str, Peer], options: argparse.Namespace) -> dict[str, float]:
     """Figures of one number of ranks."""
-    solvers = {"off": [False], "on": [True], "both": [False, True]}[options.compiled]
     large = ranks == LARGE and options.large
-    contest = Contest(ranks, solvers, {name: peer for name, peer in peers.items() if name in QUICK or not large})
+    contest = Contest(ranks, {name: peer for name, peer in peers.items() if name in QUICK or not large})
     for batch in batches:
         contest.play(batch)
     return contest.figures() | (_searched(contest, options.search) if options.search else {})
@@ -106,7 +102,7 @@ def _searched(contest: Contest, seconds: float) -> dict[str, float]:
     """Ours / the best that a long search finds, on the batch with the largest gap of each mode."""
     from long_search import search
 
-    most = {"fixed": PER_RANK, "slack": int(PER_RANK * (1 + SLACK)), "free": contest.ranks * PER_RANK}
+    most = {"fixed": PER_RANK, "slack": int(PER_RANK * (1 + COUNT_SLACK)), "free": contest.ranks * PER_RANK}
     found = {}
     for mode, (plan, cost) in contest.worst.items():
         if plan.gap > WORTH_SEARCHING:
@@ -123,8 +119,7 @@ def _table(columns: dict[int, dict[str, float]], options: argparse.Namespace) ->
     lines = [f"{'ranks':20}" + "".join(f"{ranks:>26}" for ranks in columns)]
     lines += [f"{title:20}" + "".join(_cell(column, name) for column in columns.values()) for name, title in ROWS.items()]
     gaps = ", ".join(f"{mode} {max(column[f'{mode}_gap'] for column in columns.values()) - 1:.2%}" for mode in OURS)
-    both = "ms without / with numba (used from 2048 samples on). " if options.compiled == "both" else ""
-    return "\n".join(lines) + f"\n{options.batches} global batches. {both}Largest gap to the lower bound: {gaps}"
+    return "\n".join(lines) + f"\n{options.batches} global batches. Largest gap to the lower bound: {gaps}"
 
 
 def _cell(column: dict[str, float], name: str) -> str:
@@ -133,10 +128,9 @@ def _cell(column: dict[str, float], name: str) -> str:
     if name == "dominated":
         return f"{column[name]:10.0%}{'':16}"
     if name.endswith("_over_verl"):
-        ratios = [column[key] for key in (name, name.replace("_over", "_compiled_over")) if key in column]
-        return f"{' / '.join(f'{ratio:.2f}' for ratio in ratios):>26}"
-    times = [f"{column[key]:.2f}" for key in (f"{name}_ms", f"{name}_compiled_ms") if key in column]
-    return f"{column[name]:10.4f}{' / '.join(times):>16}"
+        return f"{column[name]:26.2f}"
+    taken = f"{column[f'{name}_ms']:.2f}" if f"{name}_ms" in column else ""
+    return f"{column[name]:10.4f}{taken:>16}"
 
 
 if __name__ == "__main__":

@@ -104,8 +104,7 @@ def case_costs(case: Case, data: dict[str, Floats]) -> Floats:
 
 def plan(case: Case, costs: Floats) -> Assignment:
     """Ours."""
-    slack = SLACK if case.mode == "slack" else None
-    return assign(costs, case.ranks, assignment_mode=case.mode, count_slack=slack)
+    return assign(costs, case.ranks, assignment_mode=case.mode)
 
 
 def main() -> None:

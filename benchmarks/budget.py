@@ -19,7 +19,7 @@ import numpy as np
 from lengths import Floats, read_lengths
 
 from lightning_freescale.balance import BalancedSampler, BalanceReport, Budget, CostModel
-from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.global_batches import draw_order
 
 STEPS = 24
 """Steps of an epoch, evenly spread, that are planned."""
@@ -63,9 +63,9 @@ def _one_plan(lengths: Floats, ranks: int, limit: float) -> dict[str, float]:
     plans = [sampler.step_plan(0, int(step)) for step in np.linspace(0, len(sampler) - 1, min(STEPS, len(sampler)))]
     report = BalanceReport.from_steps(plan.balance for plan in plans)
     fullest = max(float(lengths[samples].sum()) for plan in plans for samples in plan.samples_of_ranks)
-    assert sampler.fill is not None
+    assert sampler.batches.fill is not None
     return {
-        "filled": sampler.fill,
+        "filled": sampler.batches.fill,
         "imbalance": report.balanced,
         "bound": report.lower_bound,
         "fullest": fullest / limit,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,10 @@ from peers import Peer, rank_of_sample
 
 from lightning_freescale.balance import Assignment, CostModel, assign
 from lightning_freescale.balance.assign import contiguous_split, imbalance
-from lightning_freescale.balance.solver import swaps
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
-COST, PER_RANK, SLACK = CostModel(linear=5.0 * 256, quadratic=1.0), 32, 0.25
+COST, PER_RANK = CostModel(linear=5.0 * 256, quadratic=1.0), 32
 OURS = ("fixed", "slack", "free")
-OPTIONS = {mode: {"assignment_mode": mode} | ({"count_slack": SLACK} if mode == "slack" else {}) for mode in OURS}
-
-
-@contextmanager
-def _compiled(solver: bool) -> Iterator[None]:
-    before, swaps.numba_enabled = swaps.numba_enabled, solver
-    try:
-        yield
-    finally:
-        swaps.numba_enabled = before
 
 
 class Contest:
@@ -36,12 +24,11 @@ class Contest:
 
     Args:
         ranks: how many share a batch.
-        solvers: whether ours runs compiled; with both, in turns.
         peers: the others that play, by name.
     """
 
-    def __init__(self, ranks: int, solvers: Sequence[bool], peers: Mapping[str, Peer] | None = None) -> None:
-        self.ranks, self.solvers, self.peers = ranks, solvers, peers or {}
+    def __init__(self, ranks: int, peers: Mapping[str, Peer] | None = None) -> None:
+        self.ranks, self.peers = ranks, peers or {}
         self.worst: dict[str, tuple[Assignment, Floats]] = {}
         """Per mode, ours with the largest gap, and what its samples cost."""
         self._loads: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of the slowest rank, and the mean
@@ -51,21 +38,18 @@ class Contest:
     def play(self, lengths: Floats) -> None:
         """One global batch, shape ``[samples]``."""
         cost = COST(lengths)
-        known = {mode: self._bounded(mode, cost) for mode in OURS}  # also has the compiler do its work
         self._note("random", cost, contiguous_split(len(cost), self.ranks))  # what torch's DistributedSampler amounts to
         self._note("zigzag", cost, self._timed("zigzag", assign, cost, self.ranks, assignment_mode="zigzag").rank_of_sample)
         whole = [[int(number) for number in numbers] for numbers in (lengths, cost)]  # as they take them
         for name, peer in self.peers.items():
             self._note(name, cost, rank_of_sample(self._timed(name, peer, *whole, self.ranks), len(cost)))
         for mode in OURS:
-            self._note(mode, cost, known[mode].rank_of_sample)
-            for solver in self.solvers:
-                name = f"{mode}_compiled" if solver else mode
-                with _compiled(solver):
-                    plan = self._timed(name, assign, cost, self.ranks, **OPTIONS[mode])
-                if (plan.rank_of_sample != known[mode].rank_of_sample).any():
-                    raise AssertionError(f"{self.ranks} ranks, {mode}: the plan differs with and without the compiler")
-        self._dominated.append(known["fixed"].dominated)
+            plan = self._timed(mode, assign, cost, self.ranks, assignment_mode=mode)
+            self._note(mode, cost, plan.rank_of_sample)
+            self._loads[f"{mode}_bound"].append((plan.lower_bound * cost.mean(), cost.mean()))
+            if mode not in self.worst or plan.gap > self.worst[mode][0].gap:
+                self.worst[mode] = plan, cost
+        self._dominated.append(plan.dominated)
 
     def figures(self) -> dict[str, float]:
         """All by name."""
@@ -78,14 +62,6 @@ class Contest:
         for mode in (name for name in self._seconds if name.startswith(OURS) and "verl" in self._seconds):
             result[f"{mode}_over_verl"] = float(np.median(np.array(self._seconds[mode]) / self._seconds["verl"]))
         return result | {"dominated": float(np.mean(self._dominated))}
-
-    def _bounded(self, mode: str, cost: Floats) -> Assignment:
-        with _compiled(self.solvers[-1]):
-            plan = assign(cost, self.ranks, **OPTIONS[mode])
-        if mode not in self.worst or plan.gap > self.worst[mode][0].gap:
-            self.worst[mode] = plan, cost
-        self._loads[f"{mode}_bound"].append((plan.lower_bound * cost.mean(), cost.mean()))
-        return plan
 
     def _timed(self, name: str, algorithm: Callable, *arguments: object, **options: object) -> Any:
         start = time.perf_counter()

@@ -283,11 +283,11 @@ class FreeScaleDataModule(LightningDataModule):
         if settles and (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
             rank_zero_info(f"FreeScaleDataModule: {choice}")
         self._reload_next_epoch(train.epoch_is_cut_anew)
-        if sampler.fill is not None:
+        if sampler.batches.fill is not None:
             counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
             rank_zero_info(
                 f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, "
-                f"which use {sampler.fill:.1%} of the budget"
+                f"which use {sampler.batches.fill:.1%} of the budget"
             )
         return BalancedDataLoader.from_sampler(train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 

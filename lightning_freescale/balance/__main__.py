@@ -49,7 +49,7 @@ def _simulate(options: argparse.Namespace) -> None:
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)
-    draw = {"steps": options.steps, "outlier_window": options.outlier_window, "seed": options.seed}
+    draw = {"steps": options.steps, "seed": options.seed}
     batch_size = options.batch_size if options.batch_tokens is None else Budget(options.batch_tokens, lengths)
     setting = {**draw, **assign_options, "micro_batches": options.micro_batches}
     rows = [forecast(lengths, ranks, batch_size, cost, **setting) for ranks in options.ranks]
@@ -61,8 +61,7 @@ def _simulate(options: argparse.Namespace) -> None:
     mode = _describe_mode(options, assign_options)
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
-    names = ("assignment_mode", "count_slack")
-    counts = counts_allowed(**{name: assign_options[name] for name in names if name in assign_options})
+    counts = counts_allowed(assign_options["assignment_mode"])
     _explain(rows, counts, options.padded)
     for row in rows:
         told = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
@@ -88,7 +87,7 @@ def _describe_mode(options: argparse.Namespace, assign_options: dict[str, Any]) 
         mode += f", padded to the longest sample of a {'rank' if options.micro_batches == 1 else 'micro-batch'}"
     if options.micro_batches > 1:
         mode += f", {options.micro_batches} micro-batches"
-    return mode + (f", outlier_window {options.outlier_window}" if options.outlier_window > 1 else "")
+    return mode
 
 
 def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
@@ -141,15 +140,12 @@ def _cost_model(options: argparse.Namespace) -> CostModel:
 
 def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
     free = options.batch_tokens is not None or options.padded
-    mode, slack = options.assignment_mode or ("free" if free else "fixed"), options.count_slack
+    mode = options.assignment_mode or ("free" if free else "fixed")
     if options.padded and options.batch_tokens is not None:
         raise ValueError("--padded with --batch-tokens: padded steps have a number of samples. Use --batch-size")
     if options.micro_batches > 1 and not options.padded:
         raise ValueError(f"--micro-batches {options.micro_batches} without --padded: they only change what padding costs")
-    if slack is not None and mode != "slack":
-        raise ValueError(f"--count-slack {slack:g} with --assignment-mode {mode}: it is for --assignment-mode slack")
-    given = {"assignment_mode": mode, "count_slack": slack, "padded": options.padded or None}
-    return {name: value for name, value in given.items() if value is not None}
+    return {"assignment_mode": mode, **({"padded": True} if options.padded else {})}
 
 
 def new_parser(program: str) -> argparse.ArgumentParser:
@@ -181,8 +177,6 @@ def add_commands(commands: Any) -> None:
         choices=modes,
         help="equal counts (default), within limits, or any (default with --batch-tokens and --padded)",
     )
-    add("--count-slack", type=float, metavar="SHARE", help="above the equal count, for assignment mode slack; default 0.25")
-    add("--outlier-window", type=_whole, default=1, metavar="STEPS", help="steps that exchange outliers; default 1: none")
     add(
         "--steps",
         type=_whole,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_freescale.balance.assign import COUNT_SLACK
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.prediction import (
@@ -20,13 +21,13 @@ from lightning_freescale.balance.prediction import (
     report_plans,
 )
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
-from lightning_freescale.balance.validation import DEFAULT_SLACK, Floats, non_negative
+from lightning_freescale.balance.validation import Floats, non_negative
 
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
 _WORTH_TELLING = 0.005
 """Differences in imbalance below this are not told."""
-_OUTLIER_WINDOW, _PERCENTILE = 16, 99
+_PERCENTILE = 99
 _WORTH_PARTS, _SAMPLES_OF_PART = 1.1, 4
 """Micro-batches are told of if they are predicted to save more than this, and have so many samples: each costs time as well."""
 _PLANNED = 2
@@ -119,18 +120,18 @@ def _with_parts(report: BalanceReport, plans: Sequence[StepPlan]) -> str | None:
     )
 
 
-def counts_allowed(assignment_mode: str = "fixed", count_slack: float = DEFAULT_SLACK) -> str:
+def counts_allowed(assignment_mode: str = "fixed") -> str:
     """Return how many samples the ranks may hold in a mode, in words."""
     if assignment_mode == "slack":
-        return f"at counts up to {1 + count_slack:g} times equal"
+        return f"at counts up to {1 + COUNT_SLACK:g} times equal"
     return "at any counts" if assignment_mode == "free" else "at equal counts"
 
 
 def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any]) -> str:
     """Return what no assignment gets below, at which counts, and why."""
     mode = setting.get("assignment_mode", "fixed")
-    counts = counts_allowed(**{name: setting[name] for name in ("assignment_mode", "count_slack") if name in setting})
-    told = f"No assignment of these steps {counts} gets below {_with_idle(report.lower_bound)}: {_reason(report, mode)}."
+    bound = _with_idle(report.lower_bound)
+    told = f"No assignment of these steps {counts_allowed(mode)} gets below {bound}: {_reason(report, mode)}."
     if mode == "free":
         return told
     free = report_plans(in_mode("free", plans), planned=0).lower_bound
@@ -153,11 +154,9 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
     """Return the imbalance of the same steps at freer counts, and the description of these."""
     freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
     if freer is not None:
-        with suppress(ValueError):  # of groups or tokens for which there is no room
+        with suppress(ValueError):  # tokens may not fit
             balanced = report_plans(in_mode(freer, plans), _planned(setting)).balanced
-            share = (
-                f"up to {1 + setting.get('count_slack', DEFAULT_SLACK):g} times its share" if freer == "slack" else "any number"
-            )
+            share = f"up to {1 + COUNT_SLACK:g} times its share" if freer == "slack" else "any number"
             price = f"which drops nothing, but lets a rank hold {share} of the samples"
             return [(balanced, f'with assignment_mode="{freer}", in the same steps, {price}')]
     return []
@@ -184,14 +183,11 @@ def _with_other_steps(
     elif ranks * batch_size < len(costs):
         text = f"with batch_size={2 * batch_size}, which drops nothing, but makes {larger}"
         choices.append(({"batch_size": 2 * batch_size, "steps": -(-steps // 2)}, text))
-        if setting.get("outlier_window", 1) < _OUTLIER_WINDOW:
-            price = "which drops nothing, but changes which samples share a step"
-            choices.append(({"outlier_window": _OUTLIER_WINDOW}, f"with outlier_window={_OUTLIER_WINDOW}, {price}"))
     if ranks > 2:
         choices.append(({"ranks": ranks // 2, "steps": steps if budgeted else 2 * steps}, f"on {ranks // 2} ranks"))
     tried = []
     for changed, text in choices:
-        with suppress(ValueError):  # of what does not go with it: speeds of other ranks, limits that it cannot meet
+        with suppress(ValueError):  # limits that it cannot meet
             drawn = list(draw_steps(**{**setting, "steps": steps, **changed}))
             balanced = report_plans(drawn, _planned(setting)).balanced
             if "ranks" in changed:

@@ -74,16 +74,11 @@ class Calibration:
         equally_fast = all_seconds / self.fit.slowness[rank]
         explains = any(astuple(self.fit.model))  # else nothing beside the base, as costs of nothing do
         if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks) if in_use.any() else explains:
-            self.adopt_fit()
+            self.improved, self._in_use, self._steps_since_better = True, self.fit.model, 0
+            self.base = self.fit.base
         else:
             self.base = _base_in_costs(in_use, equally_fast)
         return self.fit
-
-    def adopt_fit(self) -> None:
-        """Have the fit take the place of the costs in use."""
-        assert self.fit is not None
-        self.improved, self._in_use, self._steps_since_better = True, self.fit.model, 0
-        self.base = self.fit.base
 
 
 def _predicts_better(sums: Floats, in_use: Floats, seconds: Floats, ranks: int) -> bool:

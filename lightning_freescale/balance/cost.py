@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -147,15 +146,9 @@ class CostFit:
     residual: float
     observations: int
 
-    @property
-    def rank_speeds(self) -> list[float]:
-        """What :func:`assign` needs to give slow ranks less work."""
-        return np.clip(1 / self.slowness, 0.05, 20.0).round(2).tolist()
-
-    def slow_ranks(self, rank_speeds: Sequence[float] | None = None) -> dict[int, float]:
-        """Return the ranks that take longer than their samples, and speeds in use, explain; and how many times as long."""
-        times = self.slowness * (1.0 if rank_speeds is None else np.asarray(rank_speeds) / np.max(rank_speeds))
-        return {int(rank): float(times[rank]) for rank in np.flatnonzero(times > SLOW)}
+    def slow_ranks(self) -> dict[int, float]:
+        """Return the ranks that take longer than their samples explain, and how many times as long."""
+        return {int(rank): float(self.slowness[rank]) for rank in np.flatnonzero(self.slowness > SLOW)}
 
 
 def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:

@@ -1,18 +1,21 @@
-"""The samples of every step: drawn, cut into steps, and exchanged between the steps that may exchange them."""
+"""The samples of every step: drawn, cut into steps, and shared among the steps of an optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.budget import Budget, BudgetSteps
-from lightning_freescale.balance.epoch_order import BlockShuffle, StepBoundaries, draw_order, pool_outliers
 from lightning_freescale.balance.plan import PlanArguments
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.window import DrawnSteps, share_window
+from lightning_freescale.balance.validation import is_number, whole_number
+from lightning_freescale.balance.window import DrawnWindow, share_window
 
 Value = TypeVar("Value")
 
@@ -20,53 +23,173 @@ _KEPT_WINDOWS = 32
 """Loader workers read ahead of training, which asks for its own window's samples in every step."""
 
 
-class GlobalBatches:
-    """Which samples every step of every epoch has, with and without balancing.
+def draw_order(samples: int, seed: int, epoch: int) -> Ints:
+    """Return the shuffled samples of an epoch, the same on every machine, shape ``[samples]``."""
+    # RandomState's stream is frozen for good; Generator's may change between numpy versions
+    return np.random.RandomState([seed, epoch]).permutation(samples)
 
-    A thread that plans ahead may ask, too.
+
+@dataclass(frozen=True, eq=False)
+class BlockShuffle:
+    """Draws orders that use ``window`` blocks of the data set at a time, such as row groups or chunks on disk.
+
+    Every epoch has the blocks in a new order; the samples of ``window`` blocks that come one after the other are shuffled.
 
     Args:
-        arguments: what plans are made of.
-        batch_size: samples per rank and step; or the :class:`Budget` that says how many there is room for.
-        ranks: how many share a step.
-        seed, shuffle, drop_last, outlier_window, window, limit: those of :class:`BalancedSampler`.
+        sizes: samples of each block, in the order of the data set, shape ``[blocks]``.
+        window: how many blocks are shuffled together.
+
+    Raises:
+        ValueError: an argument does not fit; names it, its value and the fix.
+
+    Examples:
+        >>> BlockShuffle([3, 3, 3], window=1).draw_order(seed=0, epoch=0)
+        array([2, 0, 1, 7, 8, 6, 3, 5, 4])
+    """
+
+    sizes: ArrayLike | Sequence[int]
+    window: int = 8
+
+    def __post_init__(self) -> None:
+        sizes = np.asarray(self.sizes)
+        if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
+            raise ValueError(f"BlockShuffle(sizes={self.sizes!r}): pass the number of samples of each block, shape [blocks]")
+        if self.window < 1:
+            raise ValueError(f"BlockShuffle(window={self.window!r}): pass a number of blocks, at least 1")
+
+    @property
+    def samples(self) -> int:
+        """Samples of all blocks."""
+        return int(np.sum(self.sizes))
+
+    def draw_order(self, seed: int, epoch: int) -> Ints:
+        """Return the samples of an epoch in their order, the same on every machine, shape ``[samples]``."""
+        draw = np.random.RandomState([seed, epoch])
+        edges = np.append(0, np.cumsum(self.sizes))
+        blocks = draw.permutation(len(edges) - 1)
+        parts = [np.arange(edges[block], edges[block + 1]) for block in blocks]
+        windows = [np.concatenate(parts[first : first + self.window]) for first in range(0, len(parts), self.window)]
+        return np.concatenate([draw.permutation(window) for window in windows])
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How an epoch is drawn and cut into steps; see :class:`BalancedSampler` for each field.
+
+    Raises:
+        ValueError: a number is out of range; names it and its value.
+    """
+
+    batch_size: int | Budget
+    ranks: int
+    seed: int = 0
+    shuffle: bool | BlockShuffle = True
+    drop_last: bool = False
+    window: int = 1
+    limit: int | float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = {"window": self.window, "num_replicas": self.ranks}
+        if not isinstance(self.batch_size, Budget):
+            numbers["batch_size"] = self.batch_size
+        for name, value in numbers.items():
+            whole_number(f"BalancedSampler({name}={{}})", value)
+        if not is_number(self.limit) or self.limit < 0 or (self.limit > 1 and not isinstance(self.limit, Integral)):
+            raise ValueError(
+                f"BalancedSampler(limit={self.limit!r}): pass a number of steps, or a share of them from 0.0 to 1.0"
+            )
+
+
+class _Boundaries:
+    """Cuts ``samples`` into steps of ``batch_size * ranks``.
+
+    Unless ``drop_last``, an incomplete last step is one of its own, or joins the one before if it has fewer samples than
+    ranks: every rank always has a sample.
+
+    Attributes:
+        full_epoch: where the steps of an epoch that is not resumed begin and end, ``steps + 1`` positions.
+
+    Raises:
+        ValueError: there is no step.
+    """
+
+    def __init__(self, samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
+        if samples < ranks:
+            raise ValueError(
+                f"{samples} samples for {ranks} ranks: every rank needs at least one sample per step. Use at most {samples} "
+                "devices or add samples."
+            )
+        self._samples, self._per_step = samples, batch_size * ranks
+        self._ranks, self._drop_last = ranks, drop_last
+        self.full_epoch = self._cut(0)
+        self._resumed: tuple[int, list[int], int] = (0, self.full_epoch, 0)
+        if len(self.full_epoch) == 1:
+            raise ValueError(
+                f"drop_last=True leaves no step: {samples} samples are fewer than batch_size={batch_size} x {ranks} ranks. "
+                "Use drop_last=False or a smaller batch_size."
+            )
+
+    def for_epoch(self, epoch: int) -> list[int]:
+        """Return ``steps + 1`` positions; those before a resume all stand where it went on."""
+        return self._resumed[1] if epoch == self._resumed[0] else self.full_epoch
+
+    def first_step(self, epoch: int) -> int:
+        """Return the step that an epoch starts with."""
+        return self._resumed[2] if epoch == self._resumed[0] else 0
+
+    def resume(self, epoch: int, batches: int, samples: int | None) -> None:
+        """Go on in ``epoch`` after ``batches`` steps of ``samples`` samples; ValueError if less than one per rank is left."""
+        if samples is None or self.full_epoch[: batches + 1][-1] == samples:
+            self._resumed = (epoch, self.full_epoch, batches)
+            return
+        left = self._samples - samples
+        if 0 < left < self._ranks and not self._drop_last:
+            raise ValueError(
+                f"{left} samples are left of epoch {epoch}, fewer than the {self._ranks} ranks: resume on at most {left} "
+                "ranks, or from a checkpoint made at the end of an epoch"
+            )
+        self._resumed = (epoch, [samples] * batches + self._cut(samples), batches)
+
+    def _cut(self, start: int) -> list[int]:
+        edges = list(range(start, self._samples + 1, self._per_step))
+        rest = self._samples - edges[-1]
+        if not rest or self._drop_last:
+            return edges
+        if rest < self._ranks and len(edges) > 1:
+            edges.pop()  # the left-over samples join the last step: a rank without a sample would leave the others waiting
+        return [*edges, self._samples]
+
+
+class GlobalBatches:
+    """The samples of every step of every epoch, with and without balancing.
+
+    A thread that plans ahead may use it at the same time.
+
+    Args:
+        arguments: the arguments of all plans.
+        settings: how an epoch is drawn and cut into steps.
 
     Raises:
         ValueError: there is no step, or ``shuffle`` is of another data set.
     """
 
-    def __init__(
-        self,
-        arguments: PlanArguments,
-        batch_size: int | Budget,
-        ranks: int,
-        *,
-        seed: int,
-        shuffle: bool | BlockShuffle,
-        drop_last: bool,
-        outlier_window: int,
-        window: int,
-        limit: int | float,
-    ) -> None:
-        self._arguments = arguments
-        self._costs_of_order = arguments.costs  # a new plan must not change which samples a step has
-        samples = len(arguments.costs)
-        self._batch_size, self._ranks, self._seed, self._shuffle = batch_size, ranks, seed, shuffle
-        self._outlier_window, self._window, self._limit = outlier_window, window, limit
+    def __init__(self, arguments: PlanArguments, settings: StepSettings) -> None:
+        samples, shuffle = len(arguments.costs), settings.shuffle
+        self._arguments, self._settings, self._samples = arguments, settings, samples
         if isinstance(shuffle, BlockShuffle) and shuffle.samples != samples:
             raise ValueError(
                 f"BlockShuffle(sizes=...) has {shuffle.samples} samples in all, the data set {samples}: pass the "
                 "samples of each block of this data set"
             )
-        self._steps: StepBoundaries | BudgetSteps
-        if isinstance(batch_size, Budget):
-            self._steps = BudgetSteps(batch_size, ranks)
+        self._steps: _Boundaries | BudgetSteps
+        if isinstance(settings.batch_size, Budget):
+            self._steps = BudgetSteps(settings.batch_size, settings.ranks)
         else:
-            self._steps = StepBoundaries(samples, batch_size, ranks, drop_last)
-        self._interrupted = (0, 0, 0)  # the window that a run before has begun: its epoch, first step and steps
-        self._drawn: tuple[int, Ints, Ints] | None = None  # an epoch's samples, in the order of its steps and as drawn
+            self._steps = _Boundaries(samples, settings.batch_size, settings.ranks, settings.drop_last)
+        self._interrupted = (0, 0, 0)  # the window that an earlier run began: its epoch, first step and steps
+        self._drawn: tuple[int, Ints] | None = None  # an epoch and its samples, in the order of its steps
         self._windows: dict[tuple[int, int], list[Ints]] = {}
-        self._drawn_steps: dict[tuple[int, int], DrawnSteps] = {}
+        self._drawn_windows: dict[tuple[int, int], DrawnWindow] = {}
 
     def use(self, arguments: PlanArguments) -> None:
         """Share windows out by other costs, or within other limits, from now on."""
@@ -121,7 +244,13 @@ class GlobalBatches:
 
     def order(self, epoch: int) -> Ints:
         """Return the samples of an epoch, step by step."""
-        return self._orders(epoch)[1]
+        drawn = self._drawn  # read once: the thread that plans ahead sets it, too
+        if drawn is None or drawn[0] != epoch:
+            order = self._draw_order(epoch)
+            if isinstance(self._steps, BudgetSteps):
+                order = self._steps.deal(order, self._steps.cuts(epoch))
+            drawn = self._drawn = (epoch, order)
+        return drawn[1]
 
     # -- a step
 
@@ -133,12 +262,12 @@ class GlobalBatches:
             return self.order(epoch)[edges[step] : edges[step + 1]]
         shared = self._windows.get((epoch, steps.start))
         if shared is None:
-            arguments = self._arguments
+            arguments, ranks = self._arguments, self._settings.ranks
             samples = self.order(epoch)[edges[steps.start] : edges[steps.stop]]
-            batch_of_sample = share_window(arguments.costs[samples], len(steps), self._ranks)
+            batch_of_sample = share_window(arguments.costs[samples], len(steps), ranks)
             shared = [samples[batch_of_sample == batch] for batch in range(len(steps))]
             limited = arguments.options.get("max_tokens_per_rank") is not None
-            if limited and not all(_fits(arguments, each, self._ranks) for each in shared):
+            if limited and not all(_fits(arguments, each, ranks) for each in shared):
                 shared = np.split(samples, len(steps))  # as drawn
             self._windows = _kept(self._windows, (epoch, steps.start), shared)
         return shared[step - steps.start]
@@ -153,16 +282,17 @@ class GlobalBatches:
         resumed, begun, interrupted = self._interrupted
         if epoch == resumed and begun <= step < begun + interrupted:  # by the run before
             return range(begun, begun + interrupted)
-        if self._window == 1 or isinstance(self._steps, BudgetSteps):
+        settings = self._settings
+        if settings.window == 1 or isinstance(settings.batch_size, Budget):
             return range(step, step + 1)
-        first = step - step % self._window
-        end = first + self._window
+        first = step - step % settings.window
+        end = first + settings.window
         if epoch == resumed and step >= begun + interrupted:
             first = max(first, begun + interrupted)
-        full, edges = cast(int, self._batch_size) * self._ranks, self._steps.for_epoch(epoch)
+        full, edges = settings.batch_size * settings.ranks, self._steps.for_epoch(epoch)
         steps = len(edges) - 1
         # an optimizer step that the limit ends early has its own samples, not the dearest of more
-        last = min(self._limit, steps) if isinstance(self._limit, int) else int(self._limit * steps)
+        last = min(settings.limit, steps) if isinstance(settings.limit, int) else int(settings.limit * steps)
         shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
         return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)
 
@@ -171,48 +301,31 @@ class GlobalBatches:
         steps = self.sharing_steps(epoch, batches)
         return (steps.start, len(steps)) if steps.start < batches else (batches, 0)
 
-    def as_drawn(self, epoch: int, step: int) -> DrawnSteps | None:
-        """Return the steps that exchange samples with one as they were drawn; None if it has those it was drawn with."""
-        edges, order, window = self._steps.for_epoch(epoch), self.order(epoch), self._outlier_window == 1
+    def as_drawn(self, epoch: int, step: int) -> DrawnWindow | None:
+        """Return the steps that share samples with one as they were drawn; None if it has those it was drawn with."""
         steps = self.sharing_steps(epoch, step)
-        if not window:
-            first = step - step % self._outlier_window
-            steps, order = range(first, min(first + self._outlier_window, len(edges) - 1)), self._orders(epoch)[2]
         if len(steps) < 2:
             return None
+        edges, order = self._steps.for_epoch(epoch), self.order(epoch)
         drawn = [order[edges[each] : edges[each + 1]] for each in steps]
-        if window and all(np.array_equal(one, self.samples(epoch, each)) for one, each in zip(drawn, steps)):
+        if all(np.array_equal(one, self.samples(epoch, each)) for one, each in zip(drawn, steps)):
             return None  # a limit keeps them apart
         key = epoch, steps.start
-        if key not in self._drawn_steps:
-            costs, tokens = self._arguments.costs, self._arguments.per_sample.get("tokens")
+        if key not in self._drawn_windows:
+            costs, tokens = self._arguments.costs, self._arguments.tokens
             of_steps = None if tokens is None else [tokens[each] for each in drawn]
-            found = DrawnSteps([costs[each] for each in drawn], of_steps, self._ranks, window=window)
-            self._drawn_steps = _kept(self._drawn_steps, key, found)
-        return self._drawn_steps[key]
-
-    # -- the order that steps are cut from
-
-    def _orders(self, epoch: int) -> tuple[int, Ints, Ints]:
-        drawn = self._drawn  # read once: the thread that plans ahead sets it, too
-        if drawn is None or drawn[0] != epoch:
-            as_drawn = order = self._draw_order(epoch)
-            if isinstance(self._steps, BudgetSteps):
-                order = self._steps.deal(order, self._steps.cuts(epoch))
-            elif self._outlier_window > 1:
-                costs, edges = self._costs_of_order, self._steps.full_epoch
-                order = pool_outliers(order, edges, costs, self._ranks, self._outlier_window)
-            drawn = self._drawn = (epoch, order, as_drawn)
-        return drawn
+            found = DrawnWindow([costs[each] for each in drawn], of_steps, self._settings.ranks)
+            self._drawn_windows = _kept(self._drawn_windows, key, found)
+        return self._drawn_windows[key]
 
     def _draw_order(self, epoch: int) -> Ints:
-        if isinstance(self._shuffle, BlockShuffle):
-            return self._shuffle.draw_order(self._seed, epoch)
-        samples = len(self._costs_of_order)
-        return draw_order(samples, self._seed, epoch) if self._shuffle else np.arange(samples)
+        shuffle, seed = self._settings.shuffle, self._settings.seed
+        if isinstance(shuffle, BlockShuffle):
+            return shuffle.draw_order(seed, epoch)
+        return draw_order(self._samples, seed, epoch) if shuffle else np.arange(self._samples)
 
     def _forget(self) -> None:
-        self._drawn, self._windows, self._drawn_steps = None, {}, {}
+        self._drawn, self._windows, self._drawn_windows = None, {}, {}
 
 
 def _fits(arguments: PlanArguments, samples: Ints, ranks: int) -> bool:

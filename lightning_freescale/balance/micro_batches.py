@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.solver import Ints, padded_loads
-from lightning_freescale.balance.turns import Turns
 from lightning_freescale.balance.validation import Floats
+
+Candidate = TypeVar("Candidate")
 
 MOST_TRIED = 8
 """More micro-batches are not tried: each costs host work, and few exchanges are left to hide."""
@@ -44,7 +45,6 @@ def cut(
     weights: Floats,
     *,
     loss_is_sum: bool = False,
-    groups: Ints | None = None,
     padded: bool = False,
 ) -> MicroBatches:
     """Return a rank's samples of a step as micro-batches of samples, at equal cost as far as that can be; dearest first.
@@ -58,17 +58,16 @@ def cut(
         costs: shape ``[samples]``.
         weights: of each sample in the loss, shape ``[samples]``; where all are 0, each counts the same.
         loss_is_sum: the loss is a sum over samples, not a mean.
-        groups: of each sample, shape ``[samples]``; samples of a group stay in one micro-batch.
         padded: each micro-batch is padded to its longest sample. Samples of about the same cost then come together, so that
             all micro-batches together cost least.
 
     Raises:
-        ValueError: there are fewer samples (or groups) that weigh something than ``parts``.
+        ValueError: there are fewer samples that weigh something than ``parts``.
     """
     weighed = _weighed(weights)
-    part_of_sample = _parts(costs, parts, groups, padded)
+    part_of_sample = _parts(costs, parts, padded)
     if len(np.unique(part_of_sample[weighed > 0])) < parts:
-        part_of_sample = _weighing_first(costs, parts, weighed > 0, groups, padded)
+        part_of_sample = _weighing_first(costs, parts, weighed > 0, padded)
     loads = padded_loads(costs, part_of_sample, None, parts) if padded else np.bincount(part_of_sample, costs, parts)
     dearest = np.argsort(-loads, kind="stable")
     places = [np.flatnonzero(part_of_sample == part) for part in dearest]
@@ -76,41 +75,83 @@ def cut(
     return MicroBatches(tuple([samples[place] for place in each] for each in places), tuple(shares.tolist()), loss_is_sum)
 
 
-def most_parts(weights: Floats, groups: Ints | None = None) -> int:
-    """Return into how many micro-batches these samples can be cut: as many as samples (or groups) weigh something in the loss.
+def most_parts(weights: Floats) -> int:
+    """Return into how many micro-batches these samples can be cut: as many as samples that weigh something in the loss.
 
     Args:
         weights: of each sample, shape ``[samples]``; where all are 0, each counts the same.
-        groups: of each sample, shape ``[samples]``; samples of a group stay in one micro-batch.
     """
-    weighs = _weighed(weights) > 0
-    return int(np.count_nonzero(weighs)) if groups is None else len(np.unique(groups[weighs]))
+    return int(np.count_nonzero(_weighed(weights)))
 
 
 def _weighed(weights: Floats) -> Floats:
     return weights if weights.any() else np.ones(len(weights))
 
 
-def _parts(costs: Floats, parts: int, groups: Ints | None, padded: bool) -> Ints:
+def _parts(costs: Floats, parts: int, padded: bool) -> Ints:
     """Return the part of every sample, whatever it weighs."""
     if padded:
         return cast(Ints, assign(costs, 1, assignment_mode="free", padded=True, parts=parts).part_of_sample)
-    return assign(costs, parts, assignment_mode="free", keep_together=groups).rank_of_sample
+    return assign(costs, parts, assignment_mode="free").rank_of_sample
 
 
-def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], groups: Ints | None, padded: bool) -> Ints:
+def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], padded: bool) -> Ints:
     """Return the part of every sample: those that weigh something by themselves, then the others, each to the cheapest part."""
-    unit = np.arange(len(costs)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    costs_of_units = np.bincount(unit, costs).astype(np.float64)
-    first = np.bincount(unit, weighs) > 0
-    part_of_unit = np.empty(len(first), dtype=np.int64)
-    part_of_unit[first] = _parts(costs_of_units[first], parts, None, padded)
-    loads = np.bincount(part_of_unit[first], costs_of_units[first], parts)
-    others = np.flatnonzero(~first)
-    for each in others[np.argsort(-costs_of_units[others], kind="stable")]:
-        part_of_unit[each] = loads.argmin()
-        loads[part_of_unit[each]] += costs_of_units[each]
-    return part_of_unit[unit]
+    part_of_sample = np.empty(len(costs), dtype=np.int64)
+    part_of_sample[weighs] = _parts(costs[weighs], parts, padded)
+    loads = np.bincount(part_of_sample[weighs], costs[weighs], parts)
+    others = np.flatnonzero(~weighs)
+    for each in others[np.argsort(-costs[others], kind="stable")]:
+        part_of_sample[each] = loads.argmin()
+        loads[part_of_sample[each]] += costs[each]
+    return part_of_sample
+
+
+TRIAL_BLOCK = 6
+"""Steps in a row with the same candidate."""
+
+
+class Turns(Generic[Candidate]):
+    """Which candidate each step has: a pure function of (epoch, step) between changes.
+
+    Args:
+        candidates: take turns from the first step on, :data:`TRIAL_BLOCK` steps each; one is had by all steps.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._phases = [((0, 0), tuple(candidates))]
+
+    def change(self, candidates: Sequence[Candidate], epoch: int, step: int) -> None:
+        """Let others take turns from a step on; call it with the same arguments on every rank, before anybody asks for it."""
+        self._phases.append(((epoch, step), tuple(candidates)))
+
+    def candidate(self, epoch: int, step: int) -> Candidate:
+        """Return the candidate of a step."""
+        _, candidates = self._phase(epoch, step)
+        return candidates[_turn(epoch, step, len(candidates))]
+
+    def measured(self, epoch: int, step: int) -> int | None:
+        """Return the place of the candidate that a step is a measurement of.
+
+        None if it is alone, if the step may follow upon another one, and before the last change.
+        """
+        begin, candidates = self._phases[-1]
+        if len(candidates) == 1 or step % TRIAL_BLOCK == 0 or (epoch, step) <= begin:
+            return None
+        return _turn(epoch, step, len(candidates))
+
+    @property
+    def last(self) -> tuple[Candidate, ...]:
+        """Those that take turns from the last change on."""
+        return self._phases[-1][1]
+
+    def _phase(self, epoch: int, step: int) -> tuple[tuple[int, int], tuple[Candidate, ...]]:
+        return next((phase for phase in reversed(self._phases) if phase[0] <= (epoch, step)), self._phases[0])
+
+
+def _turn(epoch: int, step: int, candidates: int) -> int:
+    # the epoch, because short ones would not come to the last candidates
+    return (step // TRIAL_BLOCK + epoch) % candidates
 
 
 class MicroBatchSchedule:

@@ -17,28 +17,28 @@ from lightning_freescale.balance.assign import Assignment, assign, assignment_bo
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.solver import Ints, padded_loads
 from lightning_freescale.balance.validation import Floats
-from lightning_freescale.balance.window import DrawnSteps
+from lightning_freescale.balance.window import DrawnWindow
 
 Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """What the plans of all steps are made of.
+    """The arguments of :func:`assign` for the plans of all steps.
 
     Attributes:
         costs: of every sample of the data set, shape ``[samples]``.
-        per_sample: arguments of :func:`assign` with a value for every sample of the data set, shape ``[samples]`` each.
-        options: its other arguments.
+        tokens: of every sample of the data set, shape ``[samples]``; None if they are not known.
+        options: the other arguments of :func:`assign`.
     """
 
     costs: Floats
-    per_sample: dict[str, NDArray[Any]]
+    tokens: Floats | None
     options: dict[str, Any]
 
     def options_of(self, samples: Ints) -> dict[str, Any]:
         """Return the arguments of :func:`assign` for some samples."""
-        return {**self.options, **{name: values[samples] for name, values in self.per_sample.items()}}
+        return self.options if self.tokens is None else {**self.options, "tokens": self.tokens[samples]}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StepPlan:
         ranks: how many ranks share the step.
         balanced: assigned by cost; else a contiguous split of the drawn order.
         options: keyword arguments of :func:`assign` for these samples.
-        drawn: the steps that exchange samples with this one, itself among them, as they were drawn; None if it has its own.
+        drawn: the steps that share samples with this one, itself among them, as they were drawn; None if it has its own.
         base: what every rank computes for besides its samples, in the units of the costs; only ``balance`` knows of it.
     """
 
@@ -61,7 +61,7 @@ class StepPlan:
     balanced: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     base: float = 0.0
-    drawn: DrawnSteps | None = None
+    drawn: DrawnWindow | None = None
 
     @property
     def padded(self) -> bool:
@@ -95,14 +95,14 @@ class StepPlan:
 
     @cached_property
     def balance(self) -> StepBalance:
-        """What the assignment is worth; as drawn and the bound are those of all steps that exchange samples."""
+        """What the assignment is worth; as drawn and the bound are those of all steps that share samples."""
         if self.drawn is None or self.padded:
             return self.own_balance
-        bound, own = self.drawn.lower_bound(self.options), self._of_samples
+        own = self._of_samples
         of_samples = replace(
             own,
-            unbalanced=self.drawn.unbalanced(self.options.get("rank_speeds")),
-            lower_bound=own.lower_bound if bound is None else bound,
+            unbalanced=self.drawn.unbalanced,
+            lower_bound=self.drawn.lower_bound(self.options.get("assignment_mode", "fixed")),
             tokens_unbalanced=None if own.tokens_unbalanced is None else self.drawn.tokens_unbalanced,
         )
         return of_samples.with_base(self.base, self.ranks) if self.base else of_samples
@@ -114,7 +114,7 @@ class StepPlan:
 
     @cached_property
     def _of_samples(self) -> StepBalance:
-        speeds, tokens = self.options.get("rank_speeds"), self.options.get("tokens")
+        tokens = self.options.get("tokens")
         if self.balanced:
             bound, dominated = self.assignment.lower_bound, self.assignment.dominated
         else:
@@ -123,8 +123,8 @@ class StepPlan:
         now, padded, parted = self.rank_of_sample, self.padded, self.padded and self.balanced
         held = None if tokens is None else self._held(tokens, now)
         return StepBalance(
-            unbalanced=imbalance(self.costs, drawn, self.ranks, speeds, padded),
-            balanced=self.assignment.imbalance if parted else imbalance(self.costs, now, self.ranks, speeds, padded),
+            unbalanced=imbalance(self.costs, drawn, self.ranks, padded),
+            balanced=self.assignment.imbalance if parted else imbalance(self.costs, now, self.ranks, padded),
             lower_bound=bound,
             dominated=dominated,
             tokens_imbalance=None if held is None else load_imbalance(held),

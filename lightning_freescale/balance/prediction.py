@@ -5,25 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.budget import Budget
-from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.global_batches import draw_order
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport
 from lightning_freescale.balance.sampler import BalancedSampler
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, non_negative, number_groups, whole_number
+from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 SHUFFLED = 1_000_000
 """Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
 PLANNED_STEPS = 5
 """Steps that are planned where a few stand for all, see :func:`report_plans`."""
-_PER_SAMPLE: dict[str, Any] = {"tokens": partial(non_negative, "predict(tokens=...)"), "keep_together": number_groups}
 
 
 def predict(
@@ -32,7 +30,6 @@ def predict(
     batch_size: int | Budget,
     *,
     steps: int = 16,
-    outlier_window: int = 1,
     drop_last: bool = False,
     seed: int = 0,
     **options: Any,
@@ -47,10 +44,9 @@ def predict(
         ranks: how many ranks share a step.
         batch_size: samples per rank and step, or a :class:`Budget`.
         steps: how many steps to draw at least: whole windows, and whole epochs where these are shorter.
-        outlier_window: steps that exchange outliers, see :func:`pool_outliers`.
         drop_last: leave out the samples of an incomplete last step.
         seed: seeds the draw.
-        **options: as in :func:`assign`, ``tokens`` and ``keep_together`` of all samples, shape ``[samples]``; and ``window`` of
+        **options: as in :func:`assign`, ``tokens`` of all samples, shape ``[samples]``; and ``window`` of
             :class:`BalancedSampler`.
 
     Raises:
@@ -63,7 +59,7 @@ def predict(
         (1.38, 1.0, 1.0)
     """
     cost = non_negative("predict(costs=...)", costs)
-    draw: dict[str, Any] = {"steps": steps, "outlier_window": outlier_window, "drop_last": drop_last, "seed": seed}
+    draw: dict[str, Any] = {"steps": steps, "drop_last": drop_last, "seed": seed}
     report = report_steps(cost, ranks, batch_size, **draw, **options)
     if (fewer := fewer_than_asked(len(cost), ranks, batch_size)) is not None:
         warnings.warn(f"predict(ranks={ranks}, batch_size={batch_size}): {fewer}", stacklevel=2)
@@ -124,9 +120,7 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
 
 def in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
     """Return the same steps, to be planned in another mode."""
-    unused = () if assignment_mode == "slack" else ("count_slack",)
-    kept = [{name: value for name, value in plan.options.items() if name not in unused} for plan in plans]
-    return [replace(plan, options={**each, "assignment_mode": assignment_mode}) for plan, each in zip(plans, kept)]
+    return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
 
 
 def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
@@ -140,7 +134,6 @@ def draw_steps(
     batch_size: int | Budget,
     *,
     steps: int = 16,
-    outlier_window: int = 1,
     window: int = 1,
     seed: int = 0,
     base: float = 0.0,
@@ -151,18 +144,14 @@ def draw_steps(
     ``options`` are all others of :class:`BalancedSampler`.
     """
     steps, ranks = whole_number("predict(steps={})", steps), whole_number("predict(ranks={})", ranks)
-    of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, **options}
-    of_sampler |= {"outlier_window": outlier_window, "window": window}
+    of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, "window": window, **options}
     # which samples a budget's steps have follows from all of them
     per_step = 0 if isinstance(batch_size, Budget) else ranks * batch_size
-    whole = steps + -steps % max(1, outlier_window, window)
+    whole = steps + -steps % max(1, window)
     if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
         drawn = draw_samples(len(costs), whole * per_step, seed)
-        of_sampler |= {
-            name: check(values, len(costs))[drawn]
-            for name, check in _PER_SAMPLE.items()
-            if (values := options.get(name)) is not None
-        }
+        if (tokens := options.get("tokens")) is not None:
+            of_sampler["tokens"] = non_negative("predict(tokens=...)", tokens, len(costs))[drawn]
         costs, of_sampler["shuffle"] = costs[drawn], False
     sampler = BalancedSampler(costs, batch_size, **of_sampler)
     for epoch in range(-(-steps // sampler.steps_per_epoch)):

@@ -1,25 +1,24 @@
-"""Which rank takes which samples of every step."""
+"""The sampler: the samples of one rank in every step, from a plan that every rank computes by itself."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.budget import Budget
-from lightning_freescale.balance.epoch_order import BlockShuffle
-from lightning_freescale.balance.global_batches import GlobalBatches
+from lightning_freescale.balance.global_batches import BlockShuffle, GlobalBatches, StepSettings
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
 from lightning_freescale.balance.plan import PlanArguments, PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import Floats, is_number, non_negative, number_groups, whole_number
+from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 EXPLORATION_STEPS = 50
 """Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
@@ -44,10 +43,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             at most one), and fewer left-over samples than ranks join the step before, so every rank always has a sample.
         loss_weights: weight of a sample in the mean loss, shape ``[samples]``; all one if not given.
         loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
-        outlier_window: exchange samples between this many consecutive steps so that those that dominate a step come together,
-            see :func:`pool_outliers`. Not gradient-identical: it changes which samples share a step. 1 for no exchange.
         tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
-        keep_together: group of each sample, shape ``[samples]``; samples of a group that share a step go to one rank.
         exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
             Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
         micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
@@ -60,9 +56,10 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         padded: the ranks pad their samples to the longest one, see :func:`assign`. Micro-batches are padded by themselves, and
             have samples of about the same cost. If ``tokens`` are given without a limit, no rank of a step holds more of them,
             padding included, than the fullest one would as drawn.
-        **options: ``assignment_mode``, ``count_slack``, ``max_tokens_per_rank`` and ``rank_speeds`` of :func:`assign`.
+        assignment_mode, max_tokens_per_rank: as in :func:`assign`; a :class:`Budget` sets both.
 
     Attributes:
+        batches: the samples of every step of every epoch.
         handed_out: the last (epoch, step) that the loader has read.
         may_pad: whether the ranks pad their samples, or may turn out to.
 
@@ -90,29 +87,29 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         drop_last: bool = False,
         loss_weights: ArrayLike | None = None,
         loss_is_sum: bool = False,
-        outlier_window: int = 1,
         tokens: ArrayLike | None = None,
-        keep_together: ArrayLike | None = None,
         exploration_steps: int = 0,
         micro_batches: MicroBatchSchedule | None = None,
         window: int = 1,
         limit: int | float = 1.0,
         padded: bool = False,
-        **options: Any,
+        assignment_mode: AssignmentMode | None = None,
+        max_tokens_per_rank: float | None = None,
     ) -> None:
         # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
-        _refuse_out_of_range(batch_size, num_replicas, rank, outlier_window, window, limit)
+        whole_number("BalancedSampler(rank={})", rank, 0)
+        settings = StepSettings(batch_size, num_replicas, seed, shuffle, drop_last, window, limit)
+        if rank >= num_replicas:
+            raise ValueError(f"BalancedSampler(num_replicas={num_replicas!r}, rank={rank!r}): pass a rank below num_replicas")
         self.budget = batch_size if isinstance(batch_size, Budget) else None
+        mode: AssignmentMode = assignment_mode or ("fixed" if self.budget is None else "free")
         if self.budget is not None:
-            given = {"tokens": tokens is not None, "keep_together": keep_together is not None, "drop_last": drop_last}
-            given |= {"outlier_window": outlier_window > 1, "shuffle": isinstance(shuffle, BlockShuffle)}
-            _refuse_with_budget(given, options)
-            tokens, most = self.budget.in_whole_numbers
+            given = {"assignment_mode": mode != "free", "max_tokens_per_rank": max_tokens_per_rank is not None}
+            given |= {"tokens": tokens is not None, "drop_last": drop_last, "shuffle": isinstance(shuffle, BlockShuffle)}
+            _refuse_with_budget(given)
+            tokens, max_tokens_per_rank = self.budget.in_whole_numbers
             non_negative("Budget(sizes=...)", tokens, np.size(costs))
-            options = {**options, "assignment_mode": "free", "max_tokens_per_rank": most}
-        limited = keep_together is not None or options.get("max_tokens_per_rank") is not None
-        placed = keep_together is not None or self.budget is not None or outlier_window > 1
-        _refuse_limits(limited, placed, window, balance)
+        _refuse_without_balance(balance, max_tokens_per_rank is not None, window, self.budget is not None)
         rounded = _rounded(costs)
         samples = len(rounded)
         weights = np.ones(samples) if loss_weights is None else loss_weights
@@ -120,33 +117,22 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.batch_size, self.num_replicas, self.rank, self.window = batch_size, num_replicas, rank, window
         self.seed, self.shuffle, self.drop_last = seed, bool(shuffle), drop_last
         self.blocks = shuffle if isinstance(shuffle, BlockShuffle) else None
-        self.balance_steps, self.outlier_window, self.epoch = balance, outlier_window, 0
-        self.exploration_steps = 0 if limited else exploration_steps  # a contiguous split keeps no limits
+        self.balance_steps, self.epoch = balance, 0
+        self.exploration_steps = exploration_steps if max_tokens_per_rank is None else 0  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
         self.handed_out, self.may_pad = (0, -1), padded
         self._changes: list[tuple[tuple[int, int], dict[str, Any]]] = []
-        per_sample: dict[str, NDArray[Any]] = {}
-        if tokens is not None:
-            per_sample["tokens"] = non_negative("BalancedSampler(tokens=...)", tokens, samples)
-        if keep_together is not None:
-            per_sample["keep_together"] = number_groups(keep_together, samples)
-        self._arguments = PlanArguments(rounded, per_sample, options)
-        self._batches = GlobalBatches(
-            self._arguments,
-            batch_size,
-            num_replicas,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            outlier_window=outlier_window,
-            window=window,
-            limit=limit,
-        )
-        self._replans: dict[int, tuple[Callable[[], ArrayLike] | None, dict[str, Any]]] = {}
+        known = None if tokens is None else non_negative("BalancedSampler(tokens=...)", tokens, samples)
+        options: dict[str, Any] = {"assignment_mode": mode}
+        if max_tokens_per_rank is not None:
+            options["max_tokens_per_rank"] = max_tokens_per_rank
+        self._arguments = PlanArguments(rounded, known, options)
+        self.batches = GlobalBatches(self._arguments, settings)
+        self._replans: dict[int, Callable[[], ArrayLike]] = {}
         self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
         if padded:
             self.pad_from(0, 0)
-        self.step_plan(0, 0).balance  # noqa: B018 (what does not fit is refused now, not in the first step)
+        self.step_plan(0, 0).balance  # noqa: B018 (an argument that does not fit is refused now, not in the first step)
 
     @property
     def costs(self) -> Floats:
@@ -159,15 +145,9 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return self._arguments.options
 
     @property
-    def per_sample(self) -> dict[str, NDArray[Any]]:
-        """``tokens`` and ``keep_together``, if they were given, shape ``[samples]`` each."""
-        return dict(self._arguments.per_sample)
-
-    @property
-    def speed(self) -> float:
-        """Of this rank, relative to the others, by ``rank_speeds``."""
-        speeds = self.options.get("rank_speeds")
-        return 1.0 if speeds is None else float(speeds[self.rank])
+    def tokens(self) -> Floats | None:
+        """Tokens per sample, if they were given, shape ``[samples]``."""
+        return self._arguments.tokens
 
     # -- iteration
 
@@ -175,13 +155,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         """Draw and plan ``epoch`` from now on; Lightning calls it at the start of every epoch."""
         self.epoch = epoch
         for start in sorted(e for e in self._replans if e <= epoch):
-            costs, options = self._replans.pop(start)
-            self._arguments = replace(
-                self._arguments,
-                costs=self.costs if costs is None else _rounded(costs()),
-                options={**self.options, **options},
-            )
-            self._batches.use(self._arguments)
+            self._arguments = replace(self._arguments, costs=_rounded(self._replans.pop(start)()))
+            self.batches.use(self._arguments)
             self._plans.forget()
 
     def resume(
@@ -199,34 +174,34 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             batches: steps that it had done.
             samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
                 anew, in the same order.
-            window: that of the run that stopped, see :meth:`begun_window`, if it was another; what it has begun is ended as it
-                was shared out.
-            cuts: how that run had cut the epoch by its budget, see :meth:`cuts`; as this one does if not given.
+            window: that of the run that stopped, see :meth:`.GlobalBatches.begun_window`, if it was another; the window that it
+                has begun is ended as it was shared out.
+            cuts: how that run had cut the epoch by its budget, see :meth:`.GlobalBatches.cuts`; as this one does if not given.
 
         Raises:
             ValueError: fewer samples are left than there are ranks.
         """
-        self._batches.resume(epoch, batches, samples, window, cuts)
+        self.batches.resume(epoch, batches, samples, window, cuts)
         self._plans.forget()
 
     def __len__(self) -> int:
         """Return the steps of the epoch, those before a :meth:`resume` included."""
-        return self._batches.end(self.epoch)
+        return self.batches.end(self.epoch)
 
     @property
     def first_step(self) -> int:
         """The step that the current epoch starts with: 0 unless it was resumed."""
-        return self._batches.first_step(self.epoch)
+        return self.batches.first_step(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch that starts at its beginning."""
-        return self._batches.steps_per_epoch
+        return self.batches.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int] | MicroBatches]:
         epoch, end = self.epoch, len(self)
         with self._plans.running():
-            for step in range(self._batches.first_step(epoch), end):
+            for step in range(self.batches.first_step(epoch), end):
                 self._plans.prepare(epoch, step, end)
                 self.handed_out = (epoch, step)
                 yield self.batch_of_rank(epoch, step)
@@ -236,15 +211,12 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         of_ranks = self.step_plan(epoch, step).samples_of_ranks
         samples = of_ranks[self.rank]
         parts = self.micro_batches.count(epoch, step)
-        groups = self._arguments.per_sample.get("keep_together")
         if parts > 1:  # all ranks have as many: they meet in each
-            together_of = (None if groups is None else groups[each] for each in of_ranks)
-            parts = min(parts, *map(most_parts, (self.loss_weights[each] for each in of_ranks), together_of))
+            parts = min(parts, *(most_parts(self.loss_weights[each]) for each in of_ranks))
         if parts == 1:
             return samples.tolist()
-        together = None if groups is None else groups[samples]
         costs, weights, padded = self.costs[samples], self.loss_weights[samples], self.is_padded(epoch, step)
-        return cut(samples.tolist(), parts, costs, weights, loss_is_sum=self.loss_is_sum, groups=together, padded=padded)
+        return cut(samples.tolist(), parts, costs, weights, loss_is_sum=self.loss_is_sum, padded=padded)
 
     # -- the plan
 
@@ -266,29 +238,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
         With a window, those of its steps together are the same.
         """
-        return self._batches.samples(epoch, step)
-
-    def begun_window(self, epoch: int, batches: int) -> tuple[int, int]:
-        """Return the first of the steps that a run shares samples out among, and how many, if it stops inside of them.
-
-        Args:
-            epoch: where it stops.
-            batches: steps that it has done; between two windows, it has begun none: ``(batches, 0)``.
-        """
-        return self._batches.begun_window(epoch, batches)
-
-    def consumed(self, epoch: int, batches: int) -> int:
-        """Return how many samples the first ``batches`` steps of an epoch have."""
-        return self._batches.consumed(epoch, batches)
-
-    def cuts(self, epoch: int) -> list[tuple[int, ...]]:
-        """Return how an epoch is cut by the budget, for :meth:`resume`; nothing without one."""
-        return self._batches.cuts(epoch)
-
-    @property
-    def fill(self) -> float | None:
-        """The share of the budget that an epoch uses; None without one."""
-        return self._batches.fill
+        return self.batches.samples(epoch, step)
 
     def counts(self, step: int) -> list[int]:
         """Return how many samples every rank has in a step of the current epoch."""
@@ -300,7 +250,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             return float(self.num_replicas)
         plan = self.step_plan(self.epoch, step)
         weights = np.bincount(plan.rank_of_sample, self.loss_weights[plan.samples], self.num_replicas)
-        steps = self._batches.sharing_steps(self.epoch, step)
+        steps = self.batches.sharing_steps(self.epoch, step)
         # the mean over the window, not over each of its steps: which of them a sample is in must not matter
         total = sum(self.loss_weights[self.global_batch(self.epoch, each)].sum() for each in steps) / len(steps)
         return rank_loss_weight(weights.tolist(), self.rank, float(total))
@@ -312,19 +262,17 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def report(self, epoch: int | None = None) -> BalanceReport:
         """Return what balancing brings over the steps of an epoch, the current one by default."""
         epoch = self.epoch if epoch is None else epoch
-        steps = range(self._batches.first_step(epoch), self._batches.end(epoch))
+        steps = range(self.batches.first_step(epoch), self.batches.end(epoch))
         return BalanceReport.from_steps(self.step_plan(epoch, step).balance for step in steps)
 
-    def replan(self, epoch: int, costs: Callable[[], ArrayLike] | None = None, **options: Any) -> None:
-        """From ``epoch`` on use other costs or options of :func:`assign`; call it with the same arguments on every rank.
+    def replan(self, epoch: int, costs: Callable[[], ArrayLike]) -> None:
+        """From ``epoch`` on use other costs; call it with the same arguments on every rank.
 
         Args:
             epoch: a later epoch than the current one.
             costs: gives the costs, shape ``[samples]``; called when the epoch starts.
-            **options: those that change.
         """
-        before = self._replans.get(epoch, (None, {}))
-        self._replans[epoch] = (before[0] if costs is None else costs, {**before[1], **options})
+        self._replans[epoch] = costs
 
     def pad_from(self, epoch: int, step: int, *, padded: bool = True, **options: Any) -> None:
         """Plan for ranks that pad their samples, or by other options, from a step on; call it alike on every rank.
@@ -337,15 +285,12 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
 
         Raises:
             RuntimeError: the step was handed out, so that the ranks might differ in it.
-            ValueError: ``keep_together`` or a :class:`Budget` was given.
+            ValueError: a :class:`Budget` was given.
         """
         if self.handed_out >= (epoch, step):
             raise RuntimeError(f"pad_from({epoch}, {step}): the loader has already read up to {self.handed_out}")
-        if padded and (self.budget is not None or "keep_together" in self._arguments.per_sample):
-            raise ValueError(
-                "BalancedSampler(padded=True) needs a number of samples as batch_size, and no keep_together: leave one of them "
-                "out"
-            )
+        if padded and self.budget is not None:
+            raise ValueError("BalancedSampler(padded=True) needs a number of samples as batch_size, not a Budget")
         self._changes.append(((epoch, step), {"padded": True, **options} if padded else options))
 
     def is_padded(self, epoch: int, step: int) -> bool:
@@ -387,19 +332,19 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         )
         setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._changes)
         state = hashlib.sha256(repr(setting).encode())
-        order, per_sample = self._batches.order(self.epoch), self._arguments.per_sample.values()
-        for array in (self.costs, self.loss_weights, order, plan.rank_of_sample, *per_sample):
+        tokens = [] if self.tokens is None else [self.tokens]
+        for array in (self.costs, self.loss_weights, self.batches.order(self.epoch), plan.rank_of_sample, *tokens):
             state.update(np.ascontiguousarray(array).tobytes())
         return state.hexdigest()
 
     def _make_plan(self, epoch: int, step: int) -> StepPlan:
         samples, arguments = self.global_batch(epoch, step), self._arguments
-        options, known = arguments.options_of(samples), self._batches.ranks_within_budget(epoch, step)
+        options, known = arguments.options_of(samples), self.batches.ranks_within_budget(epoch, step)
         if known is not None:
-            options["fallback"] = known
-        options |= self._changed_options(epoch, step)
+            options = {**options, "fallback": known}
+        options = {**options, **self._changed_options(epoch, step)}
         explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
-        balanced, drawn = self.balance_steps and not explores, self._batches.as_drawn(epoch, step)
+        balanced, drawn = self.balance_steps and not explores, self.batches.as_drawn(epoch, step)
         return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
 
     def _complete_plan(self, plan: StepPlan) -> None:
@@ -408,38 +353,22 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
             plan.balance  # noqa: B018 (which rank 0 logs)
 
 
-def _refuse_out_of_range(
-    batch_size: int | Budget, ranks: int, rank: int, outlier_window: int, window: int, limit: int | float
-) -> None:
-    for name, value in {"outlier_window": outlier_window, "window": window, "num_replicas": ranks}.items():
-        whole_number(f"BalancedSampler({name}={{}})", value)
-    whole_number("BalancedSampler(rank={})", rank, 0)
-    if not isinstance(batch_size, Budget):
-        whole_number("BalancedSampler(batch_size={})", batch_size)
-    if not is_number(limit) or limit < 0 or (limit > 1 and not isinstance(limit, Integral)):
-        raise ValueError(f"BalancedSampler(limit={limit!r}): pass a number of steps, or a share of them from 0.0 to 1.0")
-    if rank >= ranks:
-        raise ValueError(f"BalancedSampler(num_replicas={ranks!r}, rank={rank!r}): pass a rank below num_replicas")
-
-
-def _refuse_limits(limited: bool, placed: bool, window: int, balance: bool) -> None:
-    """Refuse what leaves no say to who keeps a limit, or (``placed``) to a window."""
-    if window > 1 and (placed or not balance):
+def _refuse_without_balance(balance: bool, limited: bool, window: int, budgeted: bool) -> None:
+    """Refuse limits that a contiguous split does not keep, and a window whose samples something else places."""
+    if window > 1 and (budgeted or not balance):
         raise ValueError(
-            f"BalancedSampler(window={window}) shares samples out among steps by their costs: leave keep_together, "
-            "outlier_window and balance=False out, and pass a number of samples as batch_size, or use window=1"
+            f"BalancedSampler(window={window}) shares samples among steps by their costs: leave balance=False out and pass a "
+            "number of samples as batch_size, or use window=1"
         )
     if limited and not balance:
         raise ValueError(
-            "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave keep_together and "
-            "max_tokens_per_rank out, and pass a number of samples as batch_size"
+            "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave max_tokens_per_rank out, and "
+            "pass a number of samples as batch_size"
         )
 
 
-def _refuse_with_budget(given: dict[str, bool], options: dict[str, Any]) -> None:
-    """Refuse what has no meaning where a budget says which samples a step has, and how many a rank may take."""
-    given = {**given, "max_tokens_per_rank": options.get("max_tokens_per_rank") is not None}
-    given["assignment_mode"] = options.get("assignment_mode", "free") != "free"
+def _refuse_with_budget(given: dict[str, bool]) -> None:
+    """Refuse arguments that a budget replaces: it sets which samples a step has, and how many a rank may take."""
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"BalancedSampler({name}=...) has no meaning with a Budget, which takes the samples of a step from all over the "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.assign import assign, assignment_bound, contiguous_split, imbalance
+from lightning_freescale.balance.assign import AssignmentMode, assign, assignment_bound, contiguous_split, imbalance
 from lightning_freescale.balance.solver import CLOSE_ENOUGH, Ints, Mask, dearest_first, to_integers
-from lightning_freescale.balance.validation import Floats, relative_slowness
+from lightning_freescale.balance.validation import Floats
 
 _ONE_BY_ONE, _REPLACED = 64, 2
 """Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
@@ -29,7 +28,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
         batches: micro-batches; they divide the samples evenly.
         ranks: how many compute a micro-batch, each as many samples as any other.
     """
-    cost = to_integers(costs, np.ones(ranks * batches, dtype=np.int64))
+    cost = to_integers(costs, ranks * batches)
     each = len(cost) // (ranks * batches)
     batch_of_sample = np.empty(len(cost), dtype=np.int64)
     left = dearest_first(cost)
@@ -50,67 +49,63 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     return batch_of_sample
 
 
-def window_bound(costs: Floats, batches: int, ranks: int, **options: Any) -> float:
-    """Return the imbalance that no window of these samples can beat, however they are shared out among its micro-batches.
+def window_bound(costs: Floats, batches: int, ranks: int, assignment_mode: AssignmentMode = "fixed") -> float:
+    """Return the imbalance that no window of these samples can beat, however its micro-batches divide them.
 
-    No window is quicker than its samples on ranks that meet only once; nor than its dearest sample, on the fastest rank with
-    the cheapest others that it must have there, and the cheapest samples in all other micro-batches.
+    No window is quicker than its samples on ranks that meet only once; nor than its most expensive sample with the cheapest
+    others that its rank must have there, and the cheapest samples in all other micro-batches.
 
     Args:
         costs: shape ``[samples]``.
         batches: micro-batches; they divide the samples evenly.
         ranks: how many compute a micro-batch.
-        **options: ``assignment_mode``, ``count_slack`` and ``rank_speeds`` of :func:`assign`.
+        assignment_mode: of :func:`assign`.
     """
-    bound, _ = assignment_bound(costs, ranks, **options)
+    bound, _ = assignment_bound(costs, ranks, assignment_mode=assignment_mode)
     if not costs.any():
         return bound
     cost, each = np.sort(costs), len(costs) // (ranks * batches)
-    company = each - 1 if options.get("assignment_mode", "fixed") in ("fixed", "zigzag") else 0
-    slow = relative_slowness(options.get("rank_speeds"), ranks)
-    ideal = 1 / (1 / slow).sum()
-    with_dearest = (cost[-1] + cost[:company].sum()) * slow.min()
-    return max(bound, float((with_dearest + cost[: (batches - 1) * ranks * each].sum() * ideal) / (cost.sum() * ideal)))
+    company = each - 1 if assignment_mode in ("fixed", "zigzag") else 0
+    with_dearest = ranks * (cost[-1] + cost[:company].sum())
+    return max(bound, float((with_dearest + cost[: (batches - 1) * ranks * each].sum()) / cost.sum()))
 
 
-class DrawnSteps:
-    """Steps that exchange samples, as they were drawn: what a balance report holds their plans against.
+class DrawnWindow:
+    """The micro-batches of an optimizer step as they were drawn; a balance report compares their plans with them.
 
     Args:
         costs: of each step's samples in drawn order, shape ``[samples]`` each.
-        tokens: theirs, if known.
+        tokens: of the same samples, if known.
         ranks: how many share a step.
-        window: they are the micro-batches of an optimizer step, with as many samples each.
     """
 
-    def __init__(self, costs: Sequence[Floats], tokens: Sequence[Floats] | None, ranks: int, *, window: bool) -> None:
-        self._costs, self._tokens, self._ranks, self._window = costs, tokens, ranks, window
-        self._bounds: dict[str, float] = {}
+    def __init__(self, costs: Sequence[Floats], tokens: Sequence[Floats] | None, ranks: int) -> None:
+        self._costs, self._tokens, self._ranks = costs, tokens, ranks
+        self._bounds: dict[AssignmentMode, float] = {}
 
-    def unbalanced(self, rank_speeds: Any = None) -> float:
-        """Return their imbalance without balancing, each weighted by its cost."""
-        cost = sum(float(each.sum()) for each in self._costs)
-        return self._sum_of_slowest(self._costs, rank_speeds) / cost if cost else 1.0
+    @cached_property
+    def unbalanced(self) -> float:
+        """Their imbalance without balancing, each weighted by its cost."""
+        return self._weighted(self._costs) or 1.0
 
     @cached_property
     def tokens_unbalanced(self) -> float | None:
         """The same of their tokens; None if they are not known."""
-        total = 0.0 if self._tokens is None else sum(float(each.sum()) for each in self._tokens)
-        return self._sum_of_slowest(self._tokens, None) / total if self._tokens is not None and total else None
+        return None if self._tokens is None else self._weighted(self._tokens)
 
-    def lower_bound(self, options: dict[str, Any]) -> float | None:
-        """Return what no window of them can beat with these options of :func:`assign`; None if they are no window."""
-        if not self._window:
-            return None
-        named = {name: options[name] for name in ("assignment_mode", "count_slack", "rank_speeds") if name in options}
-        key = repr(named)
-        if key not in self._bounds:
-            self._bounds[key] = window_bound(np.concatenate(self._costs), len(self._costs), self._ranks, **named)
-        return self._bounds[key]
+    def lower_bound(self, assignment_mode: AssignmentMode) -> float:
+        """Return the imbalance that no window of them can beat in a mode of :func:`assign`."""
+        if assignment_mode not in self._bounds:
+            whole = np.concatenate(self._costs)
+            self._bounds[assignment_mode] = window_bound(whole, len(self._costs), self._ranks, assignment_mode)
+        return self._bounds[assignment_mode]
 
-    def _sum_of_slowest(self, values: Sequence[Floats], rank_speeds: Any) -> float:
+    def _weighted(self, values: Sequence[Floats]) -> float | None:
+        """Return the imbalance as drawn, each step weighted by its sum; None if all sums are zero."""
+        total = sum(float(each.sum()) for each in values)
         splits = (contiguous_split(len(each), self._ranks) for each in values)
-        return sum(imbalance(each, split, self._ranks, rank_speeds) * float(each.sum()) for each, split in zip(values, splits))
+        slowest = sum(imbalance(each, split, self._ranks) * float(each.sum()) for each, split in zip(values, splits))
+        return slowest / total if total else None
 
 
 def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:

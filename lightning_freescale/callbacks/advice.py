@@ -26,10 +26,11 @@ _RUNS_THERE = {
     ),
 }
 """By section of host overhead."""
+_SEE_DEVICE = "See what else runs on that device"
 _PAD_TO_LONGEST = "A collate_fn that pads to the longest sample of the batch computes less padding"
 _PLAN_PADDING = (
     "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; leave out balance=False, "
-    "batch_tokens=, keep_together= and assignment_mode='zigzag'"
+    "batch_tokens= and assignment_mode='zigzag'"
 )
 
 
@@ -54,7 +55,7 @@ def _data_loading(about: str, document: Document) -> str:
 
 def _imbalance_of_data(about: str, document: Document) -> str:
     balance = _to_balance(document)
-    return f"{balance}. {_to_relieve(document['run'])}" if about == "slow ranks" else balance
+    return f"{balance}. {_SEE_DEVICE}" if about == "slow ranks" else balance
 
 
 def _to_balance(document: Document) -> str:
@@ -76,19 +77,10 @@ def _to_balance(document: Document) -> str:
     return "The advice printed after the first epoch says what would help: larger batches, or truncated histories"
 
 
-def _to_relieve(run: Document) -> str:
-    """Return what takes work off a slow rank; only our strategy calibrates."""
-    there = "" if run.get("assignment") else "train_set, lengths=..., "
-    module = f"FreeScaleDataModule({there}balance=BalanceOptions(calibrate=True, slow_ranks='rebalance'))"
-    given = module if run["strategy"] == "freescale" else f"Trainer(strategy='freescale') with {module}"
-    return f"See what else runs on that device; {given} gives it less work"
-
-
 def _slow_hardware(about: str, document: Document) -> str:
-    relief = _to_relieve(document["run"])
     if document["imbalance"]["method"] == "cost model":
-        return relief
-    return f"BubbleProfiler(lengths_fn=...) tells whether it draws longer histories. If not: {relief}"
+        return _SEE_DEVICE
+    return f"BubbleProfiler(lengths_fn=...) tells whether it draws longer histories. If not: {_SEE_DEVICE}"
 
 
 def _uneven_compute(about: str, document: Document) -> str | None:

@@ -140,8 +140,7 @@ def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floa
     *features, cost = sampler.load(
         sampler.epoch, index, lambda samples: np.column_stack([train.features(samples), sampler.costs[samples]])
     )
-    planned = (cost + train.base_in(sampler.epoch)) / sampler.speed
-    return len(mine), np.array(features), planned
+    return len(mine), np.array(features), cost + train.base_in(sampler.epoch)
 
 
 def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:

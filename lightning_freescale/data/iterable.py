@@ -51,11 +51,10 @@ class IterableData:
         asked = ["calibrate"] if options.calibrate else []
         if options.padding == "batch":
             raise ValueError(f"BalanceOptions(padding='batch') needs lengths that are known before the fit, unlike {context}")
-        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens", "keep_together", "outlier_window", "window")
+        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens")
         mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
-        count_slack = options.count_slack if mode == "slack" else None
         self.assignment_mode = mode
-        assign_fn = partial(assign, assignment_mode=mode, count_slack=count_slack, rank_speeds=options.rank_speeds)
+        assign_fn = partial(assign, assignment_mode=mode)
         self._make_loader = partial(
             BalancedStreamLoader,
             dataset,
@@ -72,7 +71,7 @@ class IterableData:
         self._given = given
         self.reset_progress()
         self._make_loader()  # what does not fit is refused now
-        assign([1.0], 1, assignment_mode=mode, count_slack=count_slack)
+        assign([1.0], 1, assignment_mode=mode)
 
     def reset_progress(self) -> None:
         """Forget an earlier fit, also one that failed: a new one starts at the beginning."""

@@ -10,9 +10,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, MicroBatchSchedule
+from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.prediction import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
-from lightning_freescale.balance.validation import DEFAULT_SLACK, non_negative
+from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.plan_arguments import PlanArguments
 from lightning_freescale.data.sample_costs import Refit, SampleCosts
 from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
@@ -55,20 +56,18 @@ class MapStyleData(SampleCosts):
         tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
         self.budget = _budget(given, tokens)
         self._chooses = options.assignment_mode == "auto"
-        self._mode = options.assignment_mode
-        if self._chooses:
-            self._mode = "fixed" if self.budget is None else "free"
-        slack: dict[str, Any] = {"count_slack": options.count_slack} if self._mode == "slack" else {}
-        ungrouped = given.balances and self.budget is None and options.keep_together is None
-        self.may_pad = ungrouped and self._mode != "zigzag"
+        default: AssignmentMode = "fixed" if self.budget is None else "free"
+        self._mode = default if options.assignment_mode == "auto" else options.assignment_mode
+        counted = given.balances and self.budget is None
+        self.may_pad = counted and self._mode != "zigzag"
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
                 "BalanceOptions(padding='batch') gives each rank a run of samples sorted by length: leave out batch_tokens=, "
-                "keep_together=, balance=False and assignment_mode='zigzag'"
+                "balance=False and assignment_mode='zigzag'"
             )
         weighs = reduction != "unweighted"
         self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if self._chooses and weighs else {}
-        self._chooses_counts = self._chooses and weighs and ungrouped
+        self._chooses_counts = self._chooses and weighs and counted
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,
@@ -80,16 +79,11 @@ class MapStyleData(SampleCosts):
             loss_is_sum=reduction == "sum",
             exploration_steps=EXPLORATION_STEPS if options.calibrate else 0,
             tokens=tokens if self.budget is None else None,
-            keep_together=options.keep_together,
-            outlier_window=options.outlier_window,
             assignment_mode=self._mode,
             max_tokens_per_rank=options.max_tokens_per_rank,
-            rank_speeds=options.rank_speeds,
-            **slack,
         )
-        may_share = self.may_pad and options.outlier_window == 1 and options.padding != "batch"
-        shares = {"auto": reduction in ("sample_mean", "sum")}.get(str(options.window), options.window is True)
-        self._shares_windows = may_share and shares
+        # micro-batches share their samples only if that changes the gradient by rounding alone
+        self._shares_windows = self.may_pad and options.padding != "batch" and reduction in ("sample_mean", "sum")
         self._order_facts = self._facts_of_order(size, tokens)
         self.reset_progress()
 
@@ -159,7 +153,7 @@ class MapStyleData(SampleCosts):
         """Go by what was found from ``epoch`` on; call it with the same arguments on every rank."""
         before = self.newest_refit or Refit(None, 0.0)
         self.refits[epoch] = refit
-        if self._sampler is not None and (refit.model, refit.options) != (before.model, before.options):
+        if self._sampler is not None and refit.model != before.model:
             self._replan_with(self._sampler, epoch, refit)
 
     def pad_from(self, epoch: int, step: int, **plan: Any) -> None:
@@ -197,7 +191,7 @@ class MapStyleData(SampleCosts):
                 f"ranks hold equal numbers of samples (assignment_mode='fixed'): the slowest rank computes {equal:.3f} times "
                 f"the mean at least, with unequal numbers {unequal:.3f} times"
             )
-        self.pad_from(epoch, step, padded=False, assignment_mode="slack", count_slack=DEFAULT_SLACK)
+        self.pad_from(epoch, step, padded=False, assignment_mode="slack")
         return (
             f"from step {step} on ranks hold unequal numbers of samples (assignment_mode='slack'): the slowest rank computes "
             f"{unequal:.3f} times the mean at least, with equal numbers {equal:.3f} times"
@@ -210,8 +204,8 @@ class MapStyleData(SampleCosts):
             self._padded_steps.clear()
 
     def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
-        costs = None if refit.model is None else partial(self.refitted_costs, refit.model)
-        sampler.replan(epoch, costs, **refit.options)
+        if refit.model is not None:
+            sampler.replan(epoch, partial(self.refitted_costs, refit.model))
 
     @property
     def epoch_is_cut_anew(self) -> bool:
@@ -222,14 +216,14 @@ class MapStyleData(SampleCosts):
 
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
         """Return the progress after ``batches`` steps of ``epoch``, in plain values; the same on every rank."""
-        consumed = 0 if self._sampler is None else self._sampler.consumed(epoch, batches)
+        consumed = 0 if self._sampler is None else self._sampler.batches.consumed(epoch, batches)
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
         state |= {"ranks": world_size, **self.refits_state()}
-        window = [batches, 0] if self._sampler is None else list(self._sampler.begun_window(epoch, batches))
+        window = [batches, 0] if self._sampler is None else list(self._sampler.batches.begun_window(epoch, batches))
         state |= {"padding": self.padding, "padded_length": self.padded_length, "counts_are_settled": self.counts_are_settled}
         state["padded_steps"] = list(self._padded_steps)
-        state["cuts"] = [] if self._sampler is None else self._sampler.cuts(epoch)
-        return {**state, **self._order_facts, "costs": self._costs_fact(epoch), "window": window}
+        state["cuts"] = [] if self._sampler is None else self._sampler.batches.cuts(epoch)
+        return {**state, **self._order_facts, "costs": self.costs_fact(epoch), "window": window}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Go on after the samples that the checkpoint's run has consumed.
@@ -259,41 +253,35 @@ class MapStyleData(SampleCosts):
     def _facts_of_order(self, size: int, tokens: Any) -> dict[str, Any]:
         """Return what the order of an epoch follows from, beside the seed and the costs, in plain values.
 
-        A checkpoint is read without numpy's numbers. Batch size and ``drop_last`` matter with an outlier window, or between
-        two batches of an optimizer step; the token limit matters between two batches of an optimizer step.
+        A checkpoint is read without numpy's numbers. Batch size, ``drop_last`` and the token limit matter between two batches
+        of an optimizer step.
         """
         given, options = self._given, self._given.options
         facts = {
             "samples": size,
             "shuffle": _shuffle_fact(given.shuffle),
-            "outlier_window": int(options.outlier_window),
             "batch_size": int(given.batch_size),
             "drop_last": int(given.drop_last),
             "budget of": "" if self.budget is None else hashlib.sha256(self.budget.in_whole_numbers[0].tobytes()).hexdigest(),
             "token limit": "",
         }
         if tokens is not None and options.max_tokens_per_rank is not None:
-            limits = (options.max_tokens_per_rank, self._mode, options.count_slack, options.rank_speeds)
+            limits = (options.max_tokens_per_rank, self._mode)
             values = np.asarray(tokens, dtype=np.float64).tobytes() + repr(limits).encode()
             facts["token limit"] = hashlib.sha256(values).hexdigest()
         return facts
 
-    def _costs_fact(self, epoch: int) -> str:
-        # outliers find their step by the costs given, the samples of an optimizer step by those of the plan
-        return self.costs_fact(epoch, ignore_refits=self._order_facts["outlier_window"] != 1)
-
     def _refuse_another_order(self, state: dict[str, Any], world_size: int) -> None:
-        now = {**self._order_facts, "ranks": world_size, "costs": self._costs_fact(state["epoch"])}
+        now = {**self._order_facts, "ranks": world_size, "costs": self.costs_fact(state["epoch"])}
         inside = state["window"][1] > 0
-        pooled = ["batch_size", "ranks", "drop_last", "costs"] if now["outlier_window"] != 1 or inside else []
-        pooled += ["token limit"] if inside else []
-        for name in ["samples", "shuffle", "outlier_window", "budget of", *pooled]:
+        shared = ["batch_size", "ranks", "drop_last", "costs", "token limit"] if inside else []
+        for name in ["samples", "shuffle", "budget of", *shared]:
             if state[name] != now[name]:
                 where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(
                     f"the checkpoint stopped {where} with {name}={state[name]}, this run has {name}={now[name]}: "
                     "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
-                    f"{'optimizer step' if inside and now['outlier_window'] == 1 else 'epoch'}."
+                    f"{'optimizer step' if inside else 'epoch'}."
                 )
 
 
@@ -322,8 +310,7 @@ def _budget(given: PlanArguments, tokens: Any) -> Budget | None:
             "the samples of a step from all over the order: pass shuffle=True or False, or batch_size= instead of batch_tokens="
         )
     options = given.options
-    names = ["count_slack", "max_tokens_per_rank", "keep_together", "outlier_window"]
-    names += ["assignment_mode"] * (options.assignment_mode != "free") + ["window"] * (options.window is True)
+    names = ["max_tokens_per_rank"] + ["assignment_mode"] * (options.assignment_mode != "free")
     refuse_options(context, options, *names)
     return Budget(given.batch_tokens, tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,10 @@ class Refit:
     Attributes:
         model: the cost model in use; None for the costs as they were given.
         base: what a rank's step takes besides its samples, in the units of ``model``, or of the costs given.
-        options: of :func:`~lightning_freescale.balance.assign` that came with it.
     """
 
     model: CostModel | None
     base: float
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class SampleCosts:
@@ -86,11 +84,10 @@ class SampleCosts:
         """The result of the last calibration."""
         return self.refits[max(self.refits)] if self.refits else None
 
-    def costs_fact(self, epoch: int, ignore_refits: bool) -> str:
+    def costs_fact(self, epoch: int) -> str:
         """Return a hash of the costs that an epoch is planned by."""
         refit = self._refit_in(epoch)
-        model = None if refit is None or ignore_refits else refit.model
-        costs = self.costs if model is None else self.refitted_costs(model)
+        costs = self.costs if refit is None or refit.model is None else self.refitted_costs(refit.model)
         return hashlib.sha256(costs.tobytes()).hexdigest()
 
     def refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
@@ -117,8 +114,7 @@ class SampleCosts:
             return
         for epoch, values in state["refits"].items():
             model = None if values["model"] is None else CostModel(**values["model"])
-            # the speeds, too, are those of the ranks that measured
-            self.refits[epoch] = Refit(model, values["base"], values["options"] if same_ranks else {})
+            self.refits[epoch] = Refit(model, values["base"])
         self.costs_are_final = state["costs_are_final"] and same_ranks
 
     def refuses_refits(self, state: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale.balance import MicroBatchSchedule
-from lightning_freescale.balance.turns import Turns
+from lightning_freescale.balance.micro_batches import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
 from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD
 from lightning_freescale.strategy.compute_times import ComputeTimes

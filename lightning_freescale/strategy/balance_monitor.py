@@ -185,18 +185,16 @@ class BalanceMonitor:
             return None
         train = map_style_data(self.trainer)
         lengths = None if train is None else train.lengths
-        names = ["assignment_mode", "count_slack", "rank_speeds"]
         costs, given = self._planned_by
-        limits: dict[str, Any] = {}
+        options: dict[str, Any] = {"assignment_mode": given["assignment_mode"]}
         if sampler.budget is None:  # else it is the limit
-            names, limits = [*names, "max_tokens_per_rank"], sampler.per_sample
-        options = {name: given[name] for name in names if name in given} | limits
+            options |= {"max_tokens_per_rank": given.get("max_tokens_per_rank"), "tokens": sampler.tokens}
         if train is not None and sampler.budget is None:
             options["assignment_mode"] = train.assignment_mode
         if report.padding is not None:
             options["padded"] = True
         options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
-        options |= {name: getattr(sampler, name) for name in ("outlier_window", "window", "drop_last", "seed")}
+        options |= {name: getattr(sampler, name) for name in ("window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
     def _log_scalars(self, scalars: dict[str, float]) -> None:

@@ -115,13 +115,13 @@ class CostCalibrator:
 
     Args:
         trainer: the Trainer.
-        data: its data module: ``balance_options``, and its ``train``.
+        data: its data module.
         times: of the steps.
         group: of all ranks, of CPU tensors.
     """
 
     def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup) -> None:
-        self.trainer, self._data = trainer, data
+        self.trainer = trainer
         self._times, self._group = times, group
         self._costs: MapStyleData = data.train
         before = self._costs.newest_refit
@@ -146,8 +146,7 @@ class CostCalibrator:
             *row, planned = sampler.load(
                 sampler.epoch, step, lambda mine: np.column_stack([data.features(mine), data.costs[mine], sampler.costs[mine]])
             )
-            planned = (planned + self._costs.base_in(sampler.epoch)) / sampler.speed
-            self._rows.append((sampler.epoch, np.array([*row, planned])))
+            self._rows.append((sampler.epoch, np.array([*row, planned + self._costs.base_in(sampler.epoch)])))
 
     def end_training(self) -> None:
         """Say what has become of the costs, unless that was said."""
@@ -188,8 +187,6 @@ class CostCalibrator:
             return None
         self._scatter = fit.residual
         current, fitted = self._imbalances(fit, sampler)
-        if self._speeds(fit) and current > fitted * (1 + WORTH):
-            calibration.adopt_fit()
         return CalibrationResult(fit, calibration.improved, calibration.base, current, fitted, calibration.frozen)
 
     def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
@@ -201,24 +198,15 @@ class CostCalibrator:
         options = sampler.options_in(sampler.epoch, sampler.handed_out[1])
         options.pop("max_tokens_per_rank", None)
 
-        def imbalance(costs: list[NDArray[np.float64]], **changed: Any) -> float:
-            pairs = zip(costs, fitted)
-            return imbalance_by_true_costs(pairs, fit.base, sampler.num_replicas, {**options, **changed}, fit.slowness)
+        def imbalance(costs: list[NDArray[np.float64]]) -> float:
+            return imbalance_by_true_costs(zip(costs, fitted), fit.base, sampler.num_replicas, options, fit.slowness)
 
-        return imbalance(used), imbalance(fitted, **self._speeds(fit))
-
-    def _speeds(self, fit: CostFit) -> dict[str, Any]:
-        """Return the option of the assignment that gives slow ranks less work, if the user wants it."""
-        return {"rank_speeds": fit.rank_speeds} if self._data.balance_options.slow_ranks == "rebalance" else {}
+        return imbalance(used), imbalance(fitted)
 
     def _follow(self, result: CalibrationResult, sampler: Any) -> None:
         """Do on every rank alike what the result says."""
         fit, before = result.fit, self._costs.newest_refit or Refit(None, 0.0)
-        if result.improved:
-            refit = Refit(fit.model, result.base, self._speeds(fit))
-        else:
-            refit = Refit(before.model, result.base, before.options)
-        self._costs.replan(sampler.epoch + 1, refit)
+        self._costs.replan(sampler.epoch + 1, Refit(fit.model if result.improved else before.model, result.base))
         self.stopped = self._costs.costs_are_final = result.frozen
         if self.trainer.is_global_zero:
             self._log(result, sampler)
@@ -246,10 +234,7 @@ class CostCalibrator:
             rank_zero_info(
                 f"strategy 'freescale': the costs are final and no longer measured; {self._found.tell(self._scatter)}"
             )
-        for rank, times in fit.slow_ranks(sampler.options.get("rank_speeds")).items():
+        for rank, times in fit.slow_ranks().items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)
-                rank_zero_warn(
-                    f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device? "
-                    "BalanceOptions(slow_ranks='rebalance') would give it less work"
-                )
+                rank_zero_warn(f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device?")

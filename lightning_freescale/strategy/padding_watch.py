@@ -59,7 +59,7 @@ class PaddingWatch:
         if padding is None and not ended:
             if unclear and not self._sorted and self._train.may_pad:
                 self._sorted = True
-                self._train.pad_from(*following, assignment_mode="fixed", count_slack=None)
+                self._train.pad_from(*following, assignment_mode="fixed")
             return False
         if padding == "batch" and not self._given_fixed:
             self._plan_for_padding(sampler, following)
@@ -83,7 +83,7 @@ class PaddingWatch:
         if not self._train.may_pad:
             rank_zero_info(
                 "strategy 'freescale': the batches are padded to their longest sample, and balanced as if they were not: "
-                "batch_tokens, keep_together, balance=False and assignment_mode='zigzag' leave no other choice"
+                "batch_tokens, balance=False and assignment_mode='zigzag' leave no other choice"
             )
             return
         self._train.pad_from(*first)

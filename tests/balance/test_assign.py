@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, assign
 from lightning_freescale.balance.assign import assignment_bound, equal_counts, imbalance, load_imbalance
-from lightning_freescale.balance.solver import dearest_first, swaps
+from lightning_freescale.balance.solver import dearest_first
 from lightning_freescale.balance.window import share_window
 
 MODES = ["fixed", "slack", "free", "zigzag"]
@@ -98,38 +98,10 @@ def test_tokens_are_levelled_at_no_cost(batch: tuple[np.ndarray, int], mode: str
         assert after.tokens_imbalance <= imbalance(tokens, before.rank_of_sample, ranks) * (1 + 1e-9)
 
 
-@given(batches(), st.data())
-@settings(max_examples=75)
-def test_groups_stay_together(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
-    cost, ranks = batch
-    group = np.array(data.draw(st.lists(st.integers(0, 12), min_size=len(cost), max_size=len(cost))))
-    if len(set(group)) >= ranks:
-        plan = assign(cost, ranks, assignment_mode="free", keep_together=group)
-        _counts(plan, ranks, "free")
-        assert all(len(set(plan.rank_of_sample[group == each])) == 1 for each in group)
-    pairs = assign(np.repeat(cost, 2), ranks, keep_together=np.arange(2 * len(cost)) // 2).rank_of_sample
-    assert (pairs[::2] == pairs[1::2]).all() and np.ptp(np.bincount(pairs, minlength=ranks)) <= 2
-
-
-@given(batches(), st.data())
-@settings(max_examples=75)
-def test_speeds(batch: tuple[np.ndarray, int], data: st.DataObject) -> None:
-    cost, ranks = batch
-    speeds = np.array(data.draw(st.lists(st.sampled_from([0.5, 1.0, 1.5]), min_size=ranks, max_size=ranks)))
-    result = assign(cost, ranks, assignment_mode="free", rank_speeds=speeds)
-    _counts(result, ranks, "free")
-    assert result.imbalance >= result.lower_bound - 1e-9
-    times = np.bincount(result.rank_of_sample, cost, ranks) / speeds
-    if cost.sum():
-        assert result.imbalance == pytest.approx(times.max() / (cost.sum() / speeds.sum()), rel=2e-3, abs=1e-6)
-
-
-@pytest.mark.parametrize("speeds", [None, [0.001, *[1.0] * 15]])
-def test_many_samples_and_ranks_overflow_nothing(speeds: list[float] | None) -> None:
+def test_many_samples_and_ranks_overflow_nothing() -> None:
     cost = np.random.RandomState(0).pareto(0.6, 20_000)
-    result = assign(cost, 16, assignment_mode="free", rank_speeds=speeds)
-    times = np.bincount(result.rank_of_sample, cost, 16) / (1.0 if speeds is None else np.array(speeds))
-    assert result.imbalance == pytest.approx(times.max() * (16 if speeds is None else sum(speeds)) / cost.sum(), rel=1e-3)
+    result = assign(cost, 16, assignment_mode="free")
+    assert result.imbalance == pytest.approx(imbalance(cost, result.rank_of_sample, 16), rel=1e-3)
 
 
 def test_a_rank_that_takes_nearly_all_samples() -> None:
@@ -171,13 +143,13 @@ FAMILIES: dict[str, Callable[[np.random.RandomState, int], np.ndarray]] = {
 }
 
 
-def _best(cost: np.ndarray, ranks: int, least: int, most: int, slow: np.ndarray) -> float:
+def _best(cost: np.ndarray, ranks: int, least: int, most: int) -> float:
     """The imbalance of the best of all plans."""
     plans = np.array(list(itertools.product(range(ranks), repeat=len(cost))))
     held = (plans[:, :, None] == np.arange(ranks)).sum(axis=1)
     plans = plans[(held.min(axis=1) >= least) & (held.max(axis=1) <= most)]
     loads = np.stack([np.where(plans == rank, cost, 0).sum(axis=1) for rank in range(ranks)], axis=1)
-    return min(load_imbalance(load, slow) for load in loads)
+    return min(map(load_imbalance, loads))
 
 
 @st.composite
@@ -189,33 +161,31 @@ def small(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return cost * draw(st.sampled_from([1.0, 3.0, 0.37])) + draw(st.sampled_from([0.0, 1.5])), ranks
 
 
-@given(small(), st.sampled_from(BOUNDED), st.sampled_from([None, [1.0, 0.5, 0.8, 1.0], [0.53, 0.317, 1.0, 0.0713]]))
+@given(small(), st.sampled_from(BOUNDED))
 @settings(max_examples=150)
-def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str, speeds: list[float] | None) -> None:
+def test_no_plan_is_below_the_bound(case: tuple[np.ndarray, int], mode: str) -> None:
     cost, ranks = case
-    least, most = limits(len(cost), ranks, mode)
-    options: dict[str, Any] = {} if speeds is None else {"rank_speeds": speeds[:ranks]}
-    best = _best(cost, ranks, least, most, 1 / np.array([1.0] * ranks if speeds is None else speeds[:ranks]))
-    result = assign(cost, ranks, assignment_mode=mode, **options)
+    best = _best(cost, ranks, *limits(len(cost), ranks, mode))
+    result = assign(cost, ranks, assignment_mode=mode)
     assert result.lower_bound <= best * (1 + 1e-6)
-    assert best * (1 - 1e-6) <= result.imbalance <= best * (1.0004 if speeds is None else 1.0011), "all plans are looked at"
+    assert best * (1 - 1e-6) <= result.imbalance <= best * 1.0004, "all plans are compared"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_few_samples_with_limits_and_speeds_get_the_best_plan(seed: int) -> None:
+def test_few_samples_with_limits_get_the_best_plan(seed: int) -> None:
     draw = np.random.RandomState(seed)
-    cost, tokens, speeds = draw.pareto(1.1, 8) + 0.1, draw.randint(1, 20, 8), draw.rand(3) + 0.05
+    cost, tokens = draw.pareto(1.1, 8) + 0.1, draw.randint(1, 20, 8)
     limit = float(np.sort(tokens)[::-1][[0, 5, 6]].sum() + 1)
     plans = np.array(list(itertools.product(range(3), repeat=8)))
     held, load = ((np.eye(3)[plans] * values[:, None]).sum(axis=1) for values in (tokens, cost))
     allowed = (held.max(axis=1) <= limit) & (np.eye(3)[plans].sum(axis=1).min(axis=1) > 0)
-    options: dict[str, Any] = {"assignment_mode": "free", "tokens": tokens, "max_tokens_per_rank": limit, "rank_speeds": speeds}
+    options: dict[str, Any] = {"assignment_mode": "free", "tokens": tokens, "max_tokens_per_rank": limit}
     if not allowed.any():
         with pytest.raises(ValueError, match="max_tokens_per_rank"):
             assign(cost, 3, **options)
         return
-    best = (load / speeds).max(axis=1)[allowed].min() * speeds.sum() / cost.sum()
-    assert assign(cost, 3, **options).imbalance <= best * 1.0011  # what speeds in whole numbers may miss
+    best = load.max(axis=1)[allowed].min() * 3 / cost.sum()
+    assert assign(cost, 3, **options).imbalance <= best * 1.0004
 
 
 @given(st.integers(0, 10**6), st.sampled_from(BOUNDED))
@@ -279,11 +249,11 @@ def test_bound_alone_is_that_of_the_plan() -> None:
 # -- plans must not change unnoticed, between versions or machines: the ranks of a mixed cluster would disagree
 
 
-Draw = tuple[int, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+Draw = tuple[int, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 def _draws() -> Iterator[Draw]:
-    """Ranks, lengths, costs, speeds and a mode; whole numbers and exact fractions, the same on every machine."""
+    """Ranks, lengths, costs and a mode; whole numbers and exact fractions, the same on every machine."""
     for seed in range(18):
         draw = np.random.RandomState(seed)
         ranks = (2, 3, 8, 33, 64, 72)[seed % 6]
@@ -292,7 +262,7 @@ def _draws() -> Iterator[Draw]:
         lengths = (10 + short + (200, 900)[seed % 4 == 1] * long).astype(float)
         costs = lengths * (lengths + (0, 1280)[seed % 2])
         mode = {"assignment_mode": ("fixed", "slack", "free")[seed % 3]}
-        yield ranks, lengths, costs, draw.randint(20, 65, ranks) / 64, mode
+        yield ranks, lengths, costs, mode
 
 
 def _limited(lengths: np.ndarray, ranks: int, times: float) -> dict[str, Any]:
@@ -303,24 +273,21 @@ def _limited(lengths: np.ndarray, ranks: int, times: float) -> dict[str, Any]:
 
 
 def _planned(kind: str, draw: Draw) -> list[np.ndarray]:
-    ranks, lengths, costs, speeds, mode = draw
+    ranks, lengths, costs, mode = draw
     if kind == "window":
         even = costs[: len(costs) // (3 * ranks) * 3 * ranks]
         return [share_window(even, 3, ranks)]
     if kind == "budget":
         sampler = BalancedSampler(costs, Budget(2 * lengths.max(), lengths), num_replicas=2, rank=0, seed=3)
         return [samples for step in range(min(4, len(sampler))) for samples in sampler.plan(1, step)]
-    if kind in ("outliers", "blocks"):
-        given = {"outlier_window": 4} if kind == "outliers" else {"shuffle": BlockShuffle([len(costs) - 2, 0, 2], 2)}
-        sampler = BalancedSampler(costs, 1, num_replicas=ranks, rank=0, seed=3, **given)
+    if kind == "blocks":
+        shuffle = BlockShuffle([len(costs) - 2, 0, 2], 2)
+        sampler = BalancedSampler(costs, 1, num_replicas=ranks, rank=0, seed=3, shuffle=shuffle)
         return [sampler.global_batch(1, step) for step in range(len(sampler))]
     options: dict[str, dict[str, Any]] = {
         "counts": {},
         "tokens levelled": {"tokens": lengths},
         "token limit": _limited(lengths, ranks, 1.01),
-        "speeds": {"rank_speeds": speeds},
-        "speeds and token limit": {"rank_speeds": speeds, **_limited(lengths, ranks, 1.1)},
-        "groups": {"keep_together": np.arange(len(costs)) // 2, "assignment_mode": "slack", "count_slack": 0.5},
     }
     return [assign(costs, ranks, **{**mode, **options[kind]}).rank_of_sample]
 
@@ -329,22 +296,14 @@ FROZEN: dict[str, str] = {
     "counts": "a1bb1be52cb79183",
     "tokens levelled": "8bbf2fd1076c0613",
     "token limit": "c18cfb4335e5e1c4",
-    "speeds": "60558e62eadcb3a3",
-    "speeds and token limit": "cdd6ab60b6dd126c",
-    "groups": "7f77cb9204a1b65c",
     "window": "2c2088450e9e04eb",
     "budget": "851c5b1c48b1b0a6",
-    "outliers": "5251660e8af2949d",
     "blocks": "7eaf7fdce4c450df",
 }
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 @pytest.mark.parametrize("kind", FROZEN)
-def test_plans_are_as_ever(kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert swaps.numba_enabled, "the tests need numba"
-    monkeypatch.setattr(swaps, "numba_enabled", compiled)
-    assert swaps.worth_compiling(64 * 32) is compiled, "the largest draws take the compiled path"
+def test_plans_are_as_ever(kind: str) -> None:
     state = hashlib.sha256()
     for draw in _draws():
         for plan in _planned(kind, draw):

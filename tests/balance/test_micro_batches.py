@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler, MicroBatches, MicroBatchSchedule
-from lightning_freescale.balance.micro_batches import cut, most_parts
-from lightning_freescale.balance.turns import TRIAL_BLOCK, Turns
+from lightning_freescale.balance.micro_batches import TRIAL_BLOCK, Turns, cut, most_parts
 
 COSTS = np.random.default_rng(0).pareto(1.2, 97) + 1
 
@@ -33,10 +32,9 @@ def test_samples_that_weigh_nothing_are_shared_out_by_cost() -> None:
     costs, weights = np.array([1.0, 1.0, 9.0, 7.0, 3.0, 1.0]), np.array([1.0, 1.0, 0, 0, 0, 0])
     batches = cut(list("abcdef"), 2, costs, weights).batches
     assert {"".join(batch) for batch in batches} == {"acf", "bde"}
-    for groups, most in ((None, 2), (np.array([0, 0, 1, 1, 2, 2]), 1)):
-        assert most_parts(weights, groups) == most
-        with pytest.raises(ValueError, match=f"{most + 1} ranks"):
-            cut(list("abcdef"), most + 1, costs, weights, groups=groups)
+    assert most_parts(weights) == 2
+    with pytest.raises(ValueError, match="3 ranks"):
+        cut(list("abcdef"), 3, costs, weights)
 
 
 def test_a_batch_whose_parts_stay_is_the_same_batch() -> None:
@@ -48,7 +46,7 @@ def test_a_batch_whose_parts_stay_is_the_same_batch() -> None:
     assert changed.batches == ([3], [2]) and changed.batches[1] is one
 
 
-PAIRS, FEW = np.arange(97) // 2, np.where(np.arange(97) % 3, 0.0, 1.0)
+FEW = np.where(np.arange(97) % 3, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +59,17 @@ PAIRS, FEW = np.arange(97) // 2, np.where(np.arange(97) % 3, 0.0, 1.0)
         (3, {"loss_weights": COSTS}),
         (3, {"loss_weights": FEW}),
         (1, {"loss_weights": np.repeat([0.0, 1.0], [48, 49]), "shuffle": False}),  # in some steps nothing weighs: each counts
-        (3, {"keep_together": PAIRS, "assignment_mode": "free"}),
-        (3, {"keep_together": PAIRS, "assignment_mode": "free", "loss_weights": FEW}),
+        (3, {"assignment_mode": "free"}),
+        (3, {"assignment_mode": "free", "loss_weights": FEW}),
     ],
 )
 def test_steps_are_cut_into_as_many_parts_on_all_ranks(ranks: int, options: dict[str, Any]) -> None:
-    """Each part has samples that weigh something, and whole groups; together they are the samples of the undivided step."""
-    weights, units, counts = options.get("loss_weights", np.ones(97)), options.get("keep_together", np.arange(97)), set()
+    """Each part has samples that weigh something; together they are the samples of the undivided step."""
+    weights, counts = options.get("loss_weights", np.ones(97)), set()
     for whole, divided in zip(zip(*samplers(ranks, 1, **options)), zip(*samplers(ranks, 4, **options)), strict=True):
         parts_of_ranks = [batch.batches if isinstance(batch, MicroBatches) else [batch] for batch in divided]
         weigh = [weights[samples] if weights[samples].any() else np.ones(len(samples)) for samples in whole]
-        fewest = min(len(set(units[samples][each > 0])) for samples, each in zip(whole, weigh))
+        fewest = min(np.count_nonzero(each) for each in weigh)
         assert {len(parts) for parts in parts_of_ranks} == {min(4, fewest)}
         counts.add(min(4, fewest))
         for samples, each, batch, parts in zip(whole, weigh, divided, parts_of_ranks):
@@ -81,7 +79,6 @@ def test_steps_are_cut_into_as_many_parts_on_all_ranks(ranks: int, options: dict
                 assert batch.shares == pytest.approx([sum(weight[sample] for sample in part) for part in parts])
                 loads = [COSTS[part].sum() for part in parts]
                 assert loads == sorted(loads, reverse=True) and min(batch.shares) > 0
-                assert sum(len(set(units[part])) for part in parts) == len(set(units[samples]))
     assert max(counts) > 1
 
 

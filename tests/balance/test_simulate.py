@@ -15,7 +15,7 @@ import pytest
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assign
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
-from lightning_freescale.balance.epoch_order import draw_order
+from lightning_freescale.balance.global_batches import draw_order
 from lightning_freescale.balance.simulation.forecast import Forecast, forecast, new_figure, plot
 from lightning_freescale.balance.simulation.lengths import read_lengths
 
@@ -108,13 +108,9 @@ def test_figures_are_those_of_the_assignment() -> None:
 
 def test_options_change_what_is_balanced_but_not_as_drawn() -> None:
     lengths = np.array([100.0] * 4 + [1.0] * 28)  # equal counts leave ranks with cheap samples only
-    options = {}, {"assignment_mode": "slack", "count_slack": 1.5}, {"assignment_mode": "free"}
+    options = {}, {"assignment_mode": "slack"}, {"assignment_mode": "free"}
     fixed, slack, free = (forecast(lengths, 8, 4, steps=1, **each) for each in options)
     assert free.balanced <= slack.balanced < fixed.balanced and free.unbalanced == fixed.unbalanced
-    lengths = np.concatenate([np.full(8, 3000.0), np.full(8 * 63, 10.0)])
-    plain, pooled = (forecast(lengths, 8, 4, steps=16, outlier_window=window) for window in (1, 16))
-    assert pooled.balanced < plain.balanced and pooled.dominated < plain.dominated
-    assert (pooled.unbalanced, pooled.zigzag) == (plain.unbalanced, plain.zigzag)
 
 
 def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +150,7 @@ def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.Ca
     assert "500 tokens per rank" in out and "assignment_mode free" in out
     for row in json.loads(written.read_text())["predicted"]:
         sampler = BalancedSampler(CostModel()(LENGTHS), Budget(500, LENGTHS), num_replicas=row["ranks"], rank=0)
-        assert row["fill"] == sampler.fill and row["zigzag"] is None
+        assert row["fill"] == sampler.batches.fill and row["zigzag"] is None
         samples = max(len(sampler.global_batch(0, step)) for step in range(len(sampler)))
         told = out.partition(f"\n{row['ranks']} ranks: ")[2]
         assert row["samples_per_step"] == samples and f"{samples} samples" in told and f"{row['fill']:.1%}" in told
@@ -193,8 +189,6 @@ def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--ranks", "2", "--steps", "0"], "--steps: '0'"),
         (["--ranks", "2", "--heads", "2"], "--heads without --dim"),
         (["--ranks", "2", "--dim", "9", "--heads", "2"], "dim=9, heads=2"),
-        (["--ranks", "2", "--count-slack", "0.5"], "--count-slack 0.5 with --assignment-mode fixed"),
-        (["--ranks", "2", "--assignment-mode", "slack", "--count-slack", "-1"], "count_slack=-1.0"),
         (["--ranks", "2", "--column", "user"], "--column 'user'"),
     ],
 )

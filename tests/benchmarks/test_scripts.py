@@ -50,7 +50,7 @@ BENCHMARKS = Path(suite.__file__).parent
 
 
 def test_balance(users: Path, run: Run) -> None:
-    size = ["--data", users, "--ranks", 2, 4, "--batches", 2, "--compiled", "off", "--search", 0.01]
+    size = ["--data", users, "--ranks", 2, 4, "--batches", 2, "--search", 0.01]
     figures = run(balance, *size, "--families", "short")
     for case in ("few_2", "few_4", "short_2", "short_4"):
         of = {way: figures[f"{case}_{way}"] for way in ("fixed_bound", "fixed", "zigzag", "random")}
@@ -63,7 +63,7 @@ def test_balance(users: Path, run: Run) -> None:
 
 def test_balance_gaps(users: Path, run: Run) -> None:
     case = "lognormal/4x8/mixed/slack/0"
-    planned = assign(balance_gaps.case_costs(balance_gaps.Case.parse(case), {}), 4, assignment_mode="slack", count_slack=0.25)
+    planned = assign(balance_gaps.case_costs(balance_gaps.Case.parse(case), {}), 4, assignment_mode="slack")
     assert run(balance_gaps, "--case", case)["lognormal_slack_worst"] == pytest.approx(planned.gap, abs=1e-12)
     grid = ["--data", users, "--families", "few", "short", "--ranks", 2, 16, "--per-rank", 3, 8, "--batches", 2]
     figures = run(balance_gaps, *grid, "--worst", 3)

@@ -195,22 +195,12 @@ def test_the_number_of_ranks_changes_twice(tmp_path: Path) -> None:
     assert_same(on_one[0].states[0]["state"], whole[0].states[0]["state"], rtol=1e-6, atol=1e-6)
 
 
-def _with_other_costs(path: str, cost: Any) -> None:
-    balance = BalanceOptions(outlier_window=8)
-    fit(Plain, resume=path, max_epochs=1, samples=80, batch_size=4, data={"cost": cost, "balance": balance})
-
-
 @pytest.mark.slow
 def test_what_would_lose_samples_inside_an_epoch_is_refused(tmp_path: Path) -> None:
-    by_budget, by_cost = str(tmp_path / "budget.ckpt"), str(tmp_path / "cost.ckpt")
+    by_budget = str(tmp_path / "budget.ckpt")
     run_distributed(fit, 2, callbacks=[StopAt(3, by_budget)], batch_size=4, **TOKENS)
     with pytest.raises(RankFailed, match=r"ValueError: .*budget"):
         run_distributed(fit, 2, resume=by_budget, samples=64, batch_size=4)
-    pooled = {"cost": "auto", "balance": BalanceOptions(outlier_window=8)}
-    run_distributed(fit, 1, Plain, callbacks=[StopAt(5, by_cost)], samples=80, batch_size=4, data=pooled)
-    run_distributed(_with_other_costs, 1, by_cost, "auto")
-    with pytest.raises(RankFailed, match=r"ValueError: .*costs="):
-        run_distributed(_with_other_costs, 1, by_cost, lambda lengths: lengths)
 
 
 def _resume_twice(path: str) -> tuple[list[int], bool]:

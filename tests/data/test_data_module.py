@@ -52,12 +52,6 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: {"cost": [1.0] * 8, **_balance(calibrate=True)}, ["calibrate=True", "lengths="]),
     (lambda: {**LENGTHS, "balance": {"assignment_mode": "slack"}}, ["balance={'assignment_mode': 'slack'}"]),
     (lambda: _balance(calibrate="auto"), ["BalanceOptions(calibrate='auto')"]),
-    (lambda: _balance(window=1), ["BalanceOptions(window=1)"]),
-    (lambda: _balance(slow_ranks="rebalance"), ["slow_ranks='rebalance'", "calibrate=True"]),
-    (lambda: _balance(slow_ranks="ignore"), ["slow_ranks='ignore'"]),
-    (lambda: _balance(count_slack=0.9), ["count_slack=...", "assignment_mode='auto'"]),
-    (lambda: _balance(assignment_mode="zigzag", window=True), ["window=True", "assignment_mode='zigzag'"]),
-    (lambda: _balance(assignment_mode="zigzag", rank_speeds=[1.0, 0.5]), ["rank_speeds=...", "assignment_mode='zigzag'"]),
     (lambda: {**LENGTHS, **_balance(tokens=[1.0])}, ["tokens", "(1,)"]),
     (lambda: {**LENGTHS, "cost": CostModel(unique=1.0)}, ["unique=1.0", "unique="]),
     (lambda: {**LENGTHS, "batch_sampler": [[0]]}, ["batch_sampler=..."]),
@@ -69,7 +63,6 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: {**TOKENS, "balance": False}, ["balance=False", "batch_tokens="]),
     (lambda: {**TOKENS, "shuffle": BlockShuffle([8])}, ["shuffle=BlockShuffle", "batch_tokens="]),
     (lambda: {**TOKENS, **_balance(assignment_mode="fixed")}, ["assignment_mode=...", "batch_tokens="]),
-    (lambda: {**TOKENS, **_balance(window=True)}, ["window=...", "batch_tokens="]),
     (lambda: {**TOKENS, **_balance(max_tokens_per_rank=9)}, ["max_tokens_per_rank=...", "batch_tokens="]),
     (lambda: {**TOKENS, "micro_batches": 9}, ["micro_batches", "9", "8"]),
     (lambda: {"train_dataset": [], "lengths": []}, ["train_dataset=list", "empty"]),
@@ -80,7 +73,6 @@ REFUSED_WITH_A_STREAM: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: {"lengths": None}, ["lengths=None"]),
     (lambda: {"cost": [1.0]}, ["cost=list"]),
     (lambda: _balance(calibrate=True), ["calibrate=...", "IterableDataset"]),
-    (lambda: _balance(outlier_window=4), ["outlier_window=..."]),
     (lambda: _balance(tokens=[1.0]), ["tokens=..."]),
     (lambda: {"seed": 1}, ["seed=..."]),
     (lambda: {"shuffle": False}, ["shuffle=..."]),
@@ -123,7 +115,7 @@ def test_an_accumulation_schedule_that_does_not_change_is_a_window() -> None:
     """Before its first epoch the Trainer still has ``accumulate_grad_batches=1``."""
     schedules = [([], 3), ([{0: 4}], 4), ([{0: 4, 2: 4}], 4), ([{0: 4}, {0: 4}], 4)]
     for given, window in [*schedules, ([{0: 4}, {1: 4}], 1), ([{0: 1, 1: 4}], 1), ([{1: 4}], 1)]:
-        data = FreeScaleDataModule(list(range(32)), np.arange(1.0, 33), 4, **_balance(window=True))
+        data = FreeScaleDataModule(list(range(32)), np.arange(1.0, 33), 4)
         callbacks = [GradientAccumulationScheduler(schedule) for schedule in given]
         trainer = SimpleNamespace(callbacks=callbacks, global_rank=0, world_size=2, current_epoch=0, limit_train_batches=1.0)
         trainer.accumulate_grad_batches = 1 if given else 3
@@ -151,10 +143,9 @@ def test_options_are_sections_of_yaml(tmp_path: Any) -> None:
     table = pa.table({"user": [1] * 6 + [2] * 5, "item": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], "time": list(range(11))})
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
     source = f"source: {tmp_path / 'rows.parquet'}"
-    text = "balance: {assignment_mode: slack, count_slack: 0.5, tokens: [3, 4], rank_speeds: [1.0, 0.5]}"
+    text = "balance: {assignment_mode: slack, tokens: [3, 4], max_tokens_per_rank: 5}"
     options = _from_yaml(INTERACTIONS, f"{source}, {text}").balance_options
-    assert (options.assignment_mode, options.count_slack, options.outlier_window) == ("slack", 0.5, 1)
-    assert (options.tokens, options.rank_speeds) == ([3, 4], [1.0, 0.5])
+    assert (options.assignment_mode, options.tokens, options.max_tokens_per_rank) == ("slack", [3, 4], 5)
     for balance in (True, False):
         text = f"balance: {str(balance).lower()}, num_workers: 2, prefetch_factor: 3, batch_size: 1"
         data = _from_yaml(INTERACTIONS, f"{source}, {text}")
@@ -220,7 +211,7 @@ def test_a_window_is_for_several_ranks_and_ends_where_the_trainer_does() -> None
     assert [alone.global_batch(0, step).tolist() for step in range(24)] == drawn, "nobody waits for a rank alone"
     data._rank_and_world_size = lambda: (0, 2)  # type: ignore[method-assign]
     shared = data.train_dataloader().sampler
-    assert [shared.begun_window(0, batches) for batches in (3, 4, 5, 7)] == [(0, 4), (4, 0), (4, 2), (7, 0)]
+    assert [shared.batches.begun_window(0, batches) for batches in (3, 4, 5, 7)] == [(0, 4), (4, 0), (4, 2), (7, 0)]
 
 
 def test_progress_of_numpy_numbers_is_plain() -> None:

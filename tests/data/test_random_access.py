@@ -88,7 +88,7 @@ def test_the_whole_data_set_is_planned_and_evaluated(kind: type[_OnTwoRanks], ca
 
 
 def test_arguments_are_those_of_a_map_style_data_set() -> None:
-    options = {"balance": BalanceOptions(outlier_window=2), "pin_memory": False}
+    options = {"balance": BalanceOptions(max_tokens_per_rank=10**6), "pin_memory": False}
     data = FreeScaleDataModule(_Lit(), torch.from_numpy(LENGTHS), 4, seed=3, collate_fn=list, micro_batches=2, **options)
     assert data.train.seed == 3
     assert len(list(data.train_dataloader())) == -(-SIZE // 4), "numbers of samples are plain ints"

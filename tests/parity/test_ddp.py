@@ -87,8 +87,7 @@ def _balanced(reduction: str, samples: int = 16, **options: Any) -> tuple[Any, A
     return partial(_train, reduction, samples, 8, **options), partial(_train, reduction, samples, samples)
 
 
-def _windows(reduction: str, window: bool) -> tuple[Any, Any]:
-    balance = BalanceOptions(window=window)
+def _windows(reduction: str, balance: bool) -> tuple[Any, Any]:
     return partial(_train, reduction, 32, 4, 4, balance=balance), partial(_train, reduction, 32, 32)
 
 
@@ -99,8 +98,7 @@ SHARED_OUT = {
     "dealt, unequal counts": _balanced("sample_mean", 15, balance=False),
     "slack": _balanced("sample_mean", balance=BalanceOptions(assignment_mode="slack")),
     "free": _balanced("target_mean", balance=BalanceOptions(assignment_mode="free")),
-    "speeds": _balanced("sample_mean", balance=BalanceOptions(rank_speeds=[1.0, 0.4], assignment_mode="free")),
-    **{f"window, {reduction}": _windows(reduction, True) for reduction in REDUCTIONS},
+    **{f"window, {reduction}": _windows(reduction, True) for reduction in ("sample_mean", "sum")},
     **{f"as drawn, {reduction}": _windows(reduction, False) for reduction in REDUCTIONS},
 }
 
@@ -122,8 +120,8 @@ def test_a_step_has_the_gradient_of_its_whole_batch_on_one_rank() -> None:
     torch.manual_seed(0)
     initial = Recommender("sgd").state_dict()
     assert not any(torch.equal(weight, initial[name]) for name, weight in mine["balanced"]["weights"].items())
-    assert _differ(mine["as drawn, target_mean"]["weights"], whole["window, target_mean"]["weights"])
-    for reduction in REDUCTIONS:
+    assert _differ(mine["as drawn, target_mean"]["weights"], whole["as drawn, target_mean"]["weights"])
+    for reduction in ("sample_mean", "sum"):
         assert mine[f"window, {reduction}"]["batches"] != mine[f"as drawn, {reduction}"]["batches"], "nothing was shared out"
 
 

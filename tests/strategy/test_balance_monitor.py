@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
@@ -78,7 +77,7 @@ def _advised() -> list[list[tuple[BalanceReport, BalanceReport]]]:
 
     balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
     data, found = Samples(43), []
-    limits = {"max_tokens_per_rank": float(data.lengths.max() * 3), "keep_together": np.arange(43) // 2}
+    limits = {"max_tokens_per_rank": float(data.lengths.max() * 3)}
     for drop_last, options in ((False, {}), (True, {}), (True, {"assignment_mode": "free", **limits})):
         given: dict[str, Any] = {"collate_fn": collate, "drop_last": drop_last, "balance": BalanceOptions(**options)}
         trainer(devices=2, max_epochs=1).fit(Recommender(), FreeScaleDataModule(data, data.lengths, 2, seed=5, **given))

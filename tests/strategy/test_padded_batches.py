@@ -103,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
     "from the first step on": {"balance": _balance(padding="batch")},
     "in micro-batches": {"balance": _balance(padding="batch"), "micro_batches": 3},
     "found out in micro-batches": {"balance": _balance(), "micro_batches": 2},
-    "at bounded counts": {"balance": _balance(assignment_mode="slack", count_slack=0.5)},
+    "at bounded counts": {"balance": _balance(assignment_mode="slack")},
     "never": {"balance": _balance(padding="none")},
     "calibrated": {"balance": BalanceOptions()},
 }
@@ -236,7 +236,6 @@ def test_a_checkpoint_does_not_overrule_the_counts_that_are_given(padded: bool, 
     ("options", "given", "named"),
     [
         ({"padding": "longest"}, {}, "padding='longest'"),
-        ({"padding": "batch", "keep_together": np.arange(SAMPLES)}, {}, "keep_together"),
         ({"padding": "batch", "assignment_mode": "zigzag"}, {}, "zigzag"),
         ({"padding": "batch"}, {"batch_tokens": 500}, "batch_tokens"),
     ],

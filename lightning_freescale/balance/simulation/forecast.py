@@ -68,7 +68,6 @@ def forecast(
     cost: CostModel | None = None,
     *,
     steps: int = 32,
-    outlier_window: int = 1,
     seed: int = 0,
     micro_batches: int = 1,
     **options: Any,
@@ -81,17 +80,16 @@ def forecast(
         batch_size: samples per rank and step, or a :class:`Budget`.
         cost: cost of a length; the default :class:`CostModel` if not given.
         steps: how many to draw at least, see :func:`predict`.
-        outlier_window: steps that exchange outliers in ``balanced`` and its lower bound, see :func:`pool_outliers`.
         seed: seeds the draw.
         micro_batches: of a step, with ``padded``.
-        **options: ``assignment_mode``, ``count_slack`` and ``padded`` of :func:`assign`.
+        **options: ``assignment_mode`` and ``padded`` of :func:`assign`.
     """
     padded = options.get("padded", False)
     if padded:
         options |= {"tokens": lengths, "micro_batches": MicroBatchSchedule(micro_batches, micro_batches)}
     costs = (CostModel() if cost is None else cost)(lengths)
     draw: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed}
-    setting = {**draw, "outlier_window": outlier_window, **options}
+    setting = {**draw, **options}
     plans = list(draw_steps(**setting, steps=steps))
     planning_ms = _planning_ms(evenly_spread(plans, PLANNED_STEPS))
     ours = report_plans(plans, PLANNED_STEPS)

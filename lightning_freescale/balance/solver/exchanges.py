@@ -1,4 +1,4 @@
-"""Lower the slowest rank's time by exchanging several groups at once, where no single swap does it."""
+"""Lower the slowest rank's load by exchanging several samples at once, where no single swap does it."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_freescale.balance.solver.problem import Ints, Mask, Problem
+from lightning_freescale.balance.solver.bounds import Ints, Problem
 
 _KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (2, 0), (3, 1), (1, 3), (4, 3), (3, 4))
-"""How many groups one rank gives and takes."""
+"""How many samples one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
-"""Groups of a rank, evenly spread, that so many are chosen from."""
+"""Samples of a rank, evenly spread, that so many are chosen from."""
 _NEAREST = np.array([[0], [-1]]), np.array([[0], [-1], [1], [-2], [2], [-3], [3], [-4]])
-"""Places around the best one to take from, where numbers alone are limited, and where something else forbids some."""
+"""Places around the best one to take from, if only numbers are limited, and if a limit on tokens forbids some."""
 _PARTNERS, _OTHERS, _FILLED, _ROUNDS = 8, 32, 4, 800
 _ROUNDS_WITHIN = 60
-"""With groups of several samples, or a limit on tokens: what they leave room for, no bound knows."""
+"""With a limit on tokens, which the bound does not know of."""
 
 Range = tuple[float, float]
 
 
-def exchange(problem: Problem, rank_of_group: Ints, target: float, patience: int) -> Ints:
-    """Exchange groups of the slowest rank for others of a quick one, until no rank is above ``target``.
+def exchange(problem: Problem, rank_of_sample: Ints, target: float, patience: int) -> Ints:
+    """Exchange samples of the slowest rank for others of a quick one, until no rank is above ``target``.
 
-    Where no quick rank has what helps, the quickest is made quicker at the cost of others that stay below the target,
-    ``patience`` times in a row at most. Ends after a fixed number of exchanges, or where neither can be done.
+    If no quick rank has samples that help, the quickest is made quicker at the cost of others that stay below the target,
+    ``patience`` times in a row at most. Ends after a fixed number of exchanges, or if neither can be done.
     """
-    ranks = _Ranks(problem, rank_of_group)
+    ranks = _Ranks(problem, rank_of_sample)
     failed = 0
-    for _ in range(_ROUNDS if problem.limits_counts_only else _ROUNDS_WITHIN):
-        time = ranks.load * problem.slowness
-        by_time = np.argsort(time, kind="stable").tolist()
-        slow = by_time[-1]
-        if time[slow] <= target or failed > patience:
+    for _ in range(_ROUNDS if problem.tokens is None else _ROUNDS_WITHIN):
+        by_load = np.argsort(ranks.load, kind="stable").tolist()
+        slow = by_load[-1]
+        if ranks.load[slow] <= target or failed > patience:
             break
-        # the quickest have most room, but perhaps only groups that are dearer still
-        partners = by_time[: min(_PARTNERS, problem.ranks - 1)] + by_time[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
+        # the quickest can take most, but perhaps only have samples that are more expensive still
+        partners = by_load[: min(_PARTNERS, problem.ranks - 1)] + by_load[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
         if any(ranks.relieve(slow, quick, target) for quick in partners):
             failed = 0
         elif any(
             ranks.fill(quick, other, target)
-            for place, quick in enumerate(by_time[:_FILLED])  # the quickest may hold a single group
-            for other in by_time[place + 1 : place + _PARTNERS]
-            if time[other] < target
+            for place, quick in enumerate(by_load[:_FILLED])  # the quickest may hold a single sample
+            for other in by_load[place + 1 : place + _PARTNERS]
+            if ranks.load[other] < target
         ):
             failed += 1
         else:
@@ -55,67 +54,63 @@ def exchange(problem: Problem, rank_of_group: Ints, target: float, patience: int
 
 
 class _Ranks:
-    """The groups of every rank, the most expensive first, what they cost, and what was found of a rank since it changed."""
+    """The samples of every rank, the most expensive first, their costs, and what was found of a rank since it changed."""
 
-    def __init__(self, problem: Problem, rank_of_group: Ints) -> None:
+    def __init__(self, problem: Problem, rank_of_sample: Ints) -> None:
         self._problem = problem
-        self.load = np.bincount(rank_of_group, problem.cost, problem.ranks).astype(np.int64)
-        by_rank = np.argsort(rank_of_group, kind="stable")
-        self._groups = np.split(by_rank, np.bincount(rank_of_group, minlength=problem.ranks).cumsum()[:-1])
-        self._limits = list[_Limit]()
-        if (problem.size > 1).any():
-            self._limits.append(_Limit(problem.size, rank_of_group, problem.min_samples, problem.max_samples, problem.ranks))
+        self.load = problem.loads(rank_of_sample)
+        by_rank = np.argsort(rank_of_sample, kind="stable")
+        self._samples = np.split(by_rank, np.bincount(rank_of_sample, minlength=problem.ranks).cumsum()[:-1])
+        self._held: Ints | None = None  # tokens of every rank, if they are limited
         if problem.tokens is not None:
-            self._limits.append(_Limit(problem.tokens, rank_of_group, 0, problem.max_tokens, problem.ranks))
-        self._counts = len(self._limits) == (problem.tokens is not None)
+            self._held = np.bincount(rank_of_sample, problem.tokens, problem.ranks).astype(np.int64)
         self._sums: list[dict[int, _Ways]] = [{} for _ in range(problem.ranks)]
         self._kinds = list(_KINDS)
         self._changes = [0] * problem.ranks
         self._in_vain = set[tuple[int, int, int, int]]()
 
     def plan(self) -> Ints:
-        rank_of_group = np.empty(len(self._problem.cost), dtype=np.int64)
-        for rank, groups in enumerate(self._groups):
-            rank_of_group[groups] = rank
-        return rank_of_group
+        rank_of_sample = np.empty(len(self._problem.cost), dtype=np.int64)
+        for rank, samples in enumerate(self._samples):
+            rank_of_sample[samples] = rank
+        return rank_of_sample
 
     def relieve(self, slow: int, quick: int, target: float) -> bool:
-        """Have the later of two ranks be done sooner by the best exchange; return whether there is one."""
+        """Lower the larger of two loads by the best exchange; return whether there is one."""
         pair = slow, quick, self._changes[slow], self._changes[quick]
         if pair in self._in_vain:
             return False
-        pace, other = (int(self._problem.slowness[rank]) for rank in (slow, quick))
         ours, theirs = int(self.load[slow]), int(self.load[quick])
-        wanted = (ours * pace - theirs * other) / (pace + other)
-        enough = ours - target / pace, target / other - theirs
-        done = self._exchange(slow, quick, wanted, (1, (ours * pace - 1) // other - theirs), enough)
+        done = self._exchange(slow, quick, (ours - theirs) / 2, (1, ours - theirs - 1), (ours - target, target - theirs))
         if not done:
             self._in_vain.add(pair)
         return done
 
     def fill(self, quickest: int, other: int, target: float) -> bool:
-        """Have ``other`` take as much as it can below the target, so that the quickest has more room."""
-        room = target / int(self._problem.slowness[other]) - int(self.load[other])
+        """Have ``other`` take as much as it can below the target, so that the quickest can take more."""
+        room = target - int(self.load[other])
         return self._exchange(quickest, other, room, (1, room), (0.9 * room, room))
 
     def _exchange(self, giver: int, taker: int, wanted: float, allowed: Range, enough: Range) -> bool:
         """Make the exchange that moves a cost nearest to ``wanted``, if there is one in the range that is ``allowed``."""
         found, moved = None, 0
-        mine, others = self._groups[giver], self._groups[taker]
+        mine, others = self._samples[giver], self._samples[taker]
         for kind in self._kinds:
             many, back = kind
-            if many > len(mine) or back > len(others) or not self._keeps_limits(len(mine), len(others), many - back):
+            if many > len(mine) or back > len(others) or not self._keeps_counts(len(mine), len(others), many - back):
                 continue
             give, take = self._sums_of(giver, many), self._sums_of(taker, back)
             place = take.cost.searchsorted(give.cost - math.floor(wanted))
-            near = place + _NEAREST[bool(self._limits)]
+            near = place + _NEAREST[self._held is not None]
             np.maximum(near, 0, out=near)
             np.minimum(near, len(take.cost) - 1, out=near)
             more = give.cost - take.cost[near]
             off = np.abs(more - wanted)
             off[(more < allowed[0]) | (more > allowed[1])] = np.inf
-            for limit, ours, theirs in zip(self._limits, give.amounts, take.amounts):
-                off[limit.is_left(giver, taker, ours - theirs[near])] = np.inf
+            if self._held is not None and give.tokens is not None and take.tokens is not None:
+                tokens = give.tokens - take.tokens[near]
+                exceeds = np.maximum(self._held[giver] - tokens, self._held[taker] + tokens) > self._problem.max_tokens
+                off[exceeds] = np.inf
             best = int(off.argmin())
             if off.flat[best] < (np.inf if found is None else abs(moved - wanted)):
                 found, moved = (give.chosen(best % len(give.cost)), take.chosen(near.flat[best])), int(more.flat[best])
@@ -125,71 +120,52 @@ class _Ranks:
         if found is None:
             return False
         gone, come = mine[found[0]], others[found[1]]
-        self._groups[giver], self._groups[taker] = _without(mine, found[0], come), _without(others, found[1], gone)
-        for limit in self._limits:
-            limit.move(giver, taker, gone, come)
+        self._samples[giver], self._samples[taker] = _without(mine, found[0], come), _without(others, found[1], gone)
         self.load[giver] -= moved
         self.load[taker] += moved
+        if self._held is not None and self._problem.tokens is not None:
+            tokens_moved = int(self._problem.tokens[gone].sum() - self._problem.tokens[come].sum())
+            self._held[giver] -= tokens_moved
+            self._held[taker] += tokens_moved
         for rank in (giver, taker):
             self._sums[rank].clear()
             self._changes[rank] += 1
         return True
 
     def _sums_of(self, rank: int, many: int) -> _Ways:
-        """Return the ways to choose so many groups of a rank, by what they cost."""
+        """Return the ways to choose so many samples of a rank, by their cost."""
         if many not in self._sums[rank]:
-            groups = self._groups[rank]
-            places = _choices(len(groups), many)
-            sums = _summed(self._problem.cost[groups], places)
+            samples, tokens = self._samples[rank], self._problem.tokens
+            places = _choices(len(samples), many)
+            sums = _summed(self._problem.cost[samples], places)
             order = sums.argsort(kind="stable")
-            amounts = [_summed(limit.values[groups], places)[order] for limit in self._limits]
-            self._sums[rank][many] = _Ways(sums[order], places, order, amounts)
+            tokens_of = None if tokens is None else _summed(tokens[samples], places)[order]
+            self._sums[rank][many] = _Ways(sums[order], places, order, tokens_of)
         return self._sums[rank][many]
 
-    def _keeps_limits(self, giver: int, taker: int, less: int) -> bool:
-        if not self._counts:  # of groups, which may have several samples each
-            return True
+    def _keeps_counts(self, giver: int, taker: int, less: int) -> bool:
         least, most = self._problem.min_samples, self._problem.max_samples
         return least <= giver - less <= most and least <= taker + less <= most
 
 
 class _Ways(NamedTuple):
-    """Ways to choose some groups of a rank, by their cost.
+    """Ways to choose some samples of a rank, by their cost.
 
     Attributes:
         cost: shape ``[ways]``, in order.
-        places: of the groups among those of the rank, shape ``[many, ways]``.
+        places: of the samples among those of the rank, shape ``[many, ways]``.
         order: which of ``places`` each way is, shape ``[ways]``.
-        amounts: of what else is limited, shape ``[ways]`` each.
+        tokens: shape ``[ways]``; None if nothing limits them.
     """
 
     cost: Ints
     places: Ints
     order: Ints
-    amounts: list[Ints]
+    tokens: Ints | None
 
     def chosen(self, way: int) -> Ints:
-        """Return the places of a way's groups."""
+        """Return the places of a way's samples."""
         return self.places[:, self.order[way]]
-
-
-class _Limit:
-    """Samples of groups, or tokens, that each rank holds, and how many it may."""
-
-    def __init__(self, values: Ints, rank_of_group: Ints, least: int, most: int | Ints, ranks: int) -> None:
-        self.values, self._least, self._most = values, least, np.broadcast_to(most, ranks)
-        self._held = np.bincount(rank_of_group, values, ranks).astype(np.int64)
-
-    def is_left(self, giver: int, taker: int, more: Ints) -> Mask:
-        """Return which of these exchanges would leave the limit: ``more`` is what each moves."""
-        low, high = self._held[giver] - more, self._held[taker] + more
-        return (np.minimum(low, high) < self._least) | (low > self._most[giver]) | (high > self._most[taker])
-
-    def move(self, giver: int, taker: int, gone: Ints, come: Ints) -> None:
-        """Take note of an exchange of groups."""
-        more = int(self.values[gone].sum() - self.values[come].sum())
-        self._held[giver] -= more
-        self._held[taker] += more
 
 
 def _summed(values: Ints, places: Ints) -> Ints:
@@ -200,11 +176,11 @@ def _summed(values: Ints, places: Ints) -> Ints:
     return sums
 
 
-def _without(groups: Ints, places: Ints, more: Ints) -> Ints:
-    """Return the groups, in order, without those at some places, and with more."""
-    kept = np.ones(len(groups), dtype=bool)
+def _without(samples: Ints, places: Ints, more: Ints) -> Ints:
+    """Return the samples, in order, without those at some places, and with more."""
+    kept = np.ones(len(samples), dtype=bool)
     kept[places] = False
-    changed = np.concatenate([groups[kept], more])
+    changed = np.concatenate([samples[kept], more])
     changed.sort()
     return changed
 

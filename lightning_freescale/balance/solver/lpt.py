@@ -1,47 +1,44 @@
-"""The first plan: longest first, each group to the rank that is done soonest (Graham 1969), within the limits."""
+"""The first plan: longest first, each sample to the rank with the least load (Graham 1969), within the limits."""
 
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.solver.problem import Ints, Problem
-from lightning_freescale.balance.solver.swaps import compiled, worth_compiling
+from lightning_freescale.balance.solver.bounds import Ints, Problem
 
 _OUTLIER_RANKS = 24
 """How many ranks are filled before all others at most."""
-_RUN, _COMPILED_RUN, _HEAPED = 32, 160, 512
-"""Shorter runs of ranks are left to the heap, for so many groups."""
+_RUN, _HEAPED = 32, 512
+"""The heap takes over where runs of ranks are shorter, for this many samples."""
 _NEVER = np.iinfo(np.int64).max
 
 
-def first_plan(problem: Problem, time: float) -> Ints | None:
-    """Return the rank of every group, shape ``[groups]``; None if no place was found for one.
+def first_plan(problem: Problem, load: float) -> Ints | None:
+    """Return the rank of every sample, shape ``[samples]``; None if a sample fits nowhere.
 
     Args:
-        problem: what to plan.
-        time: when all ranks should be done, as far as can be.
+        problem: the problem.
+        load: the load that all ranks should reach at most, as far as possible.
     """
-    if problem.limits_counts_only:
-        filled = _filled_with_outliers(problem, time)
+    if problem.tokens is None:
+        filled = _filled_with_outliers(problem, load)
         if not filled:
             return longest_first(problem)
         plan = np.full(len(problem.cost), -1)
-        for rank, groups in enumerate(filled):
-            plan[groups] = rank
+        for rank, samples in enumerate(filled):
+            plan[samples] = rank
         left = np.flatnonzero(plan < 0)
         plan[left] = len(filled) + longest_first(problem.part(left, problem.ranks - len(filled)))
         return plan
-    ways = [(np.arange(len(problem.cost)), problem.cost)]
-    scarce = [problem.size] if problem.tokens is None else [problem.tokens + 1, problem.size]
-    ways += [(np.argsort(-amount, kind="stable"), amount) for amount in scarce]  # spread what is scarce first
-    for order, amount in ways:
-        found = _longest_first_within_limits(problem, order, amount)
+    scarce, alike = problem.tokens + 1, np.ones_like(problem.cost)
+    by_cost = np.arange(len(problem.cost))
+    for order, amount in ((by_cost, problem.cost), (np.argsort(-scarce, kind="stable"), scarce), (by_cost, alike)):
+        found = _longest_first_within_limits(problem, problem.tokens, order, amount)
         if found is not None:
             return found
-    return _fullest_first(problem, scarce[0])
+    return _fullest_first(problem, problem.tokens)
 
 
 def zigzag(problem: Problem) -> Ints:
@@ -51,80 +48,89 @@ def zigzag(problem: Problem) -> Ints:
 
 
 def longest_first(problem: Problem) -> Ints:
-    """Return the plan where nothing but the number of single samples is limited.
+    """Return the plan if only the number of samples is limited.
 
-    Of ranks in order of their times, each is the next one until one before it is done again: such a run of ranks takes a group
-    each at once. Where runs are short, a heap is quicker. Both find the same plan.
+    In the order of their loads, the ranks take one sample each until a rank that took one has the least load again. Such a run
+    of ranks is planned at once. A heap is faster where runs are short. Both find the same plan.
     """
-    fast_first = np.argsort(problem.slowness, kind="stable")
-    slowness, bits, groups = problem.slowness[fast_first], problem.ranks.bit_length(), len(problem.cost)
-    # time * 2**bits + rank: one whole number orders by time, then by rank
+    bits, samples = problem.ranks.bit_length(), len(problem.cost)
+    # load * 2**bits + rank: one whole number orders by load, then by rank
     key, number, cost = np.arange(problem.ranks), (1 << bits) - 1, problem.cost << bits
     room, at_max = np.full(problem.ranks, problem.max_samples - 1), problem.ranks_at_max
-    placed, done = np.empty(groups, dtype=np.int64), 0
-    compile_heap = worth_compiling(groups)
-    shortest = _COMPILED_RUN if compile_heap else _RUN
-    while done < groups:
-        run, short = 0, min(len(key), groups - done) < shortest
+    placed, done = np.empty(samples, dtype=np.int64), 0
+    while done < samples:
+        run, short = 0, min(len(key), samples - done) < _RUN
         if not short:
-            soonest = key[: groups - done]
+            soonest = key[: samples - done]
             rank = soonest & number
-            left, after = room[rank], soonest + cost[done : done + len(rank)] * slowness[rank]
+            left, after = room[rank], soonest + cost[done : done + len(rank)]
             full = np.flatnonzero(left == 0)  # these take one more, as only so many ranks may, and are done
             after[full] = _NEVER
             again = soonest[1:] > np.minimum.accumulate(after)[:-1]
             run = int(again.argmax()) + 1
-            run = min(run if again[run - 1] else len(rank), int(full[at_max]) if len(full) > at_max else groups)
-        if run < shortest:
-            run = min(groups - done, groups if short else _HEAPED)
-            place = _compiled_heap if compile_heap else _heap
-            key, at_max = place(key, cost[done : done + run], slowness, room, at_max, placed[done : done + run])
+            run = min(run if again[run - 1] else len(rank), int(full[at_max]) if len(full) > at_max else samples)
+        if run < _RUN:
+            run = min(samples - done, samples if short else _HEAPED)
+            key, at_max = _heap(key, cost[done : done + run], number, room, at_max, placed[done : done + run])
         else:
             placed[done : done + run] = rank[:run]
             room[rank[:run]] = left[:run] - 1
             key = np.concatenate([key[run:], after[:run]])
-            key.sort(kind="stable")  # quick with what is nearly in order
+            key.sort(kind="stable")  # fast if the keys are nearly in order
             filled = int(np.searchsorted(full, run))
             key, at_max = key[: len(key) - filled], at_max - filled
         if not at_max:
             key = key[room[key & number] > 0]
         done += run
-    return fast_first[placed]
+    return placed
 
 
-def _compiled_heap(key: Ints, cost: Ints, slowness: Ints, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
-    heap, at_max = compiled(place_longest_first)(key, cost, slowness, room, at_max, placed)
-    return np.sort(np.array(heap, dtype=np.int64)), at_max
+def _heap(key: Ints, cost: Ints, number: int, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
+    """Fill ``placed`` with the rank of every sample; return the remaining keys, in order, and the remaining ``at_max``.
 
-
-def _heap(key: Ints, cost: Ints, slowness: Ints, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
-    # lists are what the interpreter is quick with
-    left: Any = room.tolist()
-    chosen: Any = [0] * len(cost)
-    heap, at_max = place_longest_first(key.tolist(), cost.tolist(), slowness.tolist(), left, at_max, chosen)
+    Args:
+        key: of every rank that may take more: its load times a power of two, plus its number; in order.
+        cost: times that power, from the most expensive to the cheapest, shape ``[samples]``.
+        number: the bits of a key that hold the rank's number.
+        room: samples that each rank may still take, shape ``[ranks]``; changed in place.
+        at_max: how many ranks may take one more.
+        placed: shape ``[samples]``.
+    """
+    # the interpreter is fast with lists
+    heap, left, chosen = key.tolist(), room.tolist(), [0] * len(cost)
+    for sample, each in enumerate(cost.tolist()):
+        while at_max == 0 and left[heap[0] & number] == 0:
+            heapq.heappop(heap)  # full for good
+        rank = chosen[sample] = heap[0] & number
+        if left[rank]:
+            left[rank] -= 1
+            heapq.heapreplace(heap, heap[0] + each)
+        else:
+            at_max -= 1
+            heapq.heappop(heap)
     room[:], placed[:] = left, chosen
     return np.array(sorted(heap), dtype=np.int64), at_max
 
 
-def _filled_with_outliers(problem: Problem, time: float) -> list[Ints]:
-    """Return the groups of whole ranks, each an outlier and its company, from the most expensive outlier on.
+def _filled_with_outliers(problem: Problem, load: float) -> list[Ints]:
+    """Return the samples of whole ranks, each an outlier and its company, from the most expensive outlier on.
 
-    An outlier would keep its rank beyond ``time`` with average company. Longest first reaches it too late, with what happens
-    to be left.
+    An outlier would keep its rank beyond ``load`` with average company. Longest first reaches it too late, with the samples
+    that happen to be left.
     """
     company = problem.min_samples - 1
-    if not company or np.ptp(problem.slowness):
+    if not company:
         return []
     left, filled = np.arange(len(problem.cost))[::-1], list[Ints]()  # the cheapest first
-    # ranks that the other groups will need to hold one sample more
+    # ranks that the other samples will need to hold one sample more
     fuller = problem.ranks_at_max if problem.min_samples < problem.max_samples else 1
     while len(filled) < min(_OUTLIER_RANKS, problem.ranks - fuller):
         cost = problem.cost[left]
         total = np.concatenate([[0], cost[:-1].cumsum()])
         runs = total[company:] - total[:-company]
-        # the most expensive run that there is time for: it leaves the cheapest to the next outlier
-        first = max(0, int(np.searchsorted(runs, int(time) - int(cost[-1]), side="right")) - 1)
-        if first > len(runs) // 4:  # nearly any company does: no outlier any more
+        # the most expensive run that keeps the load: it leaves the cheapest to the next outlier
+        first = max(0, int(np.searchsorted(runs, int(load) - int(cost[-1]), side="right")) - 1)
+        if first > len(runs) // 4:  # nearly any company does: not an outlier any more
             break
         chosen = np.append(np.arange(first, first + company), len(left) - 1)
         filled.append(left[chosen])
@@ -132,77 +138,45 @@ def _filled_with_outliers(problem: Problem, time: float) -> list[Ints]:
     return filled
 
 
-def place_longest_first(key: Any, costs: Any, slowness: Any, room: Any, at_max: int, placed: Any) -> tuple[Any, int]:
-    """Fill ``placed`` with the rank of every group, each of one sample; return what is left of the keys, and of ``at_max``.
-
-    Args:
-        key: time of every rank that may take more, times a power of two above the number of ranks, plus its number; in order.
-        costs: times that power, from the most expensive to the cheapest, shape ``[groups]``.
-        slowness: shape ``[ranks]``.
-        room: groups that each rank may still take, shape ``[ranks]``; changed in place.
-        at_max: how many ranks may take one more.
-        placed: shape ``[groups]``.
-    """
-    number, replace = 1, heapq.heapreplace
-    while number <= len(slowness):
-        number *= 2
-    heap = [entry for entry in key]  # noqa: C416 (list(key) is not the list that the compiler needs)
-    for group, cost in enumerate(costs):
-        while at_max == 0 and room[heap[0] & number - 1] == 0:
-            heapq.heappop(heap)  # full for good
-        rank = heap[0] & number - 1
-        placed[group] = rank
-        if room[rank]:
-            room[rank] -= 1
-            replace(heap, heap[0] + cost * slowness[rank])
-        else:
-            at_max -= 1
-            heapq.heappop(heap)
-    return heap, at_max
-
-
-def _longest_first_within_limits(problem: Problem, order: Ints, cost: Ints) -> Ints | None:
-    """Return the same for groups of several samples, and with a limit on the tokens; None if a group fits nowhere."""
-    ranks, held, tokens = problem.ranks, [0] * problem.ranks, [0] * problem.ranks
-    costs, size, slowness = cost.tolist(), problem.size.tolist(), problem.slowness.tolist()
-    token = [0] * len(costs) if problem.tokens is None else problem.tokens.tolist()
+def _longest_first_within_limits(problem: Problem, tokens: Ints, order: Ints, amount: Ints) -> Ints | None:
+    """Return the plan with a limit on the tokens, in some order and by some amount; None if a sample fits nowhere."""
+    amounts, token = amount.tolist(), tokens.tolist()
+    held, filled = [0] * problem.ranks, [0] * problem.ranks
     at_max = problem.ranks_at_max
-    heap = sorted((0, slowness[rank], rank) for rank in range(ranks))
-    rank_of_group = np.empty(len(order), dtype=np.int64)
-    for group in order.tolist():
+    heap = [(0, rank) for rank in range(problem.ranks)]
+    rank_of_sample = np.empty(len(order), dtype=np.int64)
+    for sample in order.tolist():
         passed = []
         while True:
             if not heap:
                 return None
-            time, slow, rank = heapq.heappop(heap)
-            after = held[rank] + size[group]
-            if after <= problem.max_samples - (at_max == 0) and tokens[rank] + token[group] <= problem.max_tokens:
+            load, rank = heapq.heappop(heap)
+            after = held[rank] + 1
+            if after <= problem.max_samples - (at_max == 0) and filled[rank] + token[sample] <= problem.max_tokens:
                 break
-            passed.append((time, slow, rank))
-        rank_of_group[group] = rank
+            passed.append((load, rank))
+        rank_of_sample[sample] = rank
         held[rank] = after
-        tokens[rank] += token[group]
+        filled[rank] += token[sample]
         at_max -= after == problem.max_samples
-        for entry in [*passed, (time + costs[group] * slow, slow, rank)]:
+        for entry in [*passed, (load + amounts[sample], rank)]:
             heapq.heappush(heap, entry)
-    return rank_of_group
+    return rank_of_sample
 
 
-def _fullest_first(problem: Problem, amount: Ints) -> Ints | None:
-    """Return a plan that gives every group, the largest first, to the fullest rank with room for it; None if one has none."""
-    held, filled, tokens = (np.zeros(problem.ranks, dtype=np.int64) for _ in range(3))
-    token = np.zeros_like(problem.size) if problem.tokens is None else problem.tokens
-    rank_of_group, at_max = np.empty(len(amount), dtype=np.int64), problem.ranks_at_max
-    for left, group in zip(range(len(amount), 0, -1), np.argsort(-amount, kind="stable").tolist()):
-        after = held + problem.size[group]
-        fits = after <= problem.max_samples - (at_max == 0)
-        if problem.tokens is not None:
-            fits &= tokens + token[group] <= problem.max_tokens
+def _fullest_first(problem: Problem, tokens: Ints) -> Ints | None:
+    """Return a plan that gives every sample, the largest first, to the fullest rank that can take it; None if none can."""
+    held, filled = (np.zeros(problem.ranks, dtype=np.int64) for _ in range(2))
+    rank_of_sample, at_max = np.empty(len(tokens), dtype=np.int64), problem.ranks_at_max
+    for left, sample in zip(range(len(tokens), 0, -1), np.argsort(-tokens, kind="stable").tolist()):
+        fits = held + 1 <= problem.max_samples - (at_max == 0)
+        fits &= filled + tokens[sample] <= problem.max_tokens
         if left <= np.count_nonzero(held == 0):  # no rank stays empty
             fits &= held == 0
         if not fits.any():
             return None
-        rank = int(np.where(fits, filled, -1).argmax())
-        rank_of_group[group], at_max = rank, at_max - int(after[rank] == problem.max_samples)
-        held[rank], filled[rank], tokens[rank] = after[rank], filled[rank] + amount[group], tokens[rank] + token[group]
-    return rank_of_group
+        # tokens + 1, so that of two ranks with as many tokens the one with more samples counts as fuller
+        rank = int(np.where(fits, filled + held, -1).argmax())
+        held[rank], filled[rank] = held[rank] + 1, filled[rank] + tokens[sample]
+        rank_of_sample[sample], at_max = rank, at_max - int(held[rank] == problem.max_samples)
+    return rank_of_sample

@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance.solver.problem import Ints, Problem
+from lightning_freescale.balance.solver.bounds import Ints, Problem
 
 _BITS = 30
-"""Costs are compared to so many bits: times a number of samples and a slowness, they still fit 64."""
+"""Costs are compared to so many bits: times a number of samples, they still fit 64."""
 _FEW = 1024
-"""So many groups of one rank, or fewer, are cut into the parts that cost least in all; more into parts that cost the same."""
+"""So many samples of one rank, or fewer, are cut into the parts that cost least in all; more into parts that cost the same."""
 _BLOCKS, _PRICES = 192, 10
-"""Of runs that cost little in all: blocks of groups, and prices of a run that are tried."""
+"""Of runs that cost little in all: blocks of samples, and prices of a run that are tried."""
 _LONGEST, _SEVERAL = (0.5, 0.7, 1.0), 16
-"""Shares of a rank's time that one of its runs may take, tried in turn; for so many ranks or fewer, more have too many runs."""
+"""Shares of a rank's load that one of its runs may have, tried in turn; for so many ranks or fewer, more have too many runs."""
 _CLOSE = 4096
-"""The search ends where the best time found is above the bound by less than one part in so many."""
+"""The search ends where the best load found is above the bound by less than one part in so many."""
 
 
 @dataclass(frozen=True)
 class PaddedPlan:
-    """A plan of runs: groups of samples that follow each other when they are sorted by cost.
+    """A plan of runs: samples that follow each other when they are sorted by cost.
 
     Attributes:
-        rank_of_group: shape ``[groups]``.
-        part_of_group: which of its rank's parts a group is in, shape ``[groups]``.
-        bound: the slowest rank's time that no plan can beat, in the units of :attr:`Problem.cost`.
+        rank_of_sample: shape ``[samples]``.
+        part_of_sample: which of its rank's parts a sample is in, shape ``[samples]``.
+        bound: the slowest rank's load that no plan can beat, in the units of :attr:`Problem.cost`.
     """
 
-    rank_of_group: Ints
-    part_of_group: Ints
+    rank_of_sample: Ints
+    part_of_sample: Ints
     bound: float
 
 
@@ -57,60 +57,45 @@ def padded_loads(cost: NDArray[Any], rank_of_sample: Ints, part_of_sample: Ints 
 def padded_search(problem: Problem, parts: int = 1) -> PaddedPlan | None:
     """Return the best plan of runs, of ``parts`` runs per rank; None if none keeps the limits.
 
-    With equally fast ranks and one part, the plan is optimal: sorted by cost, a group can take the place of a cheaper one in
-    the run of a dearer one without making any run dearer, so some best plan consists of runs. For a given time, each run takes
-    as many groups as it can, and the least time for which the runs suffice is found by bisection.
+    With one part, the plan is optimal: sorted by cost, a sample can take the place of a cheaper one in the run of a more
+    expensive one without making any run more expensive, so some best plan consists of runs. For a given load, each run takes
+    as many samples as it can, and the least load for which the runs suffice is found by bisection.
 
     Limits on tokens hold for each part by itself, limits on samples for all parts of a rank together.
     """
-    groups, ranks = len(problem.cost), problem.ranks
-    parts = min(parts, groups // ranks)
+    samples, ranks = len(problem.cost), problem.ranks
+    parts = min(parts, samples // ranks)
     shift = max(0, int(problem.cost[0]).bit_length() - _BITS)
     search = _Search(((problem.cost >> shift) + bool(shift)).tolist(), _most_per_run(problem, parts))
-    slowness = np.sort(problem.slowness)
-    if ranks == 1 and groups <= _FEW:
+    if ranks == 1 and samples <= _FEW:
         ends, cost = search.cheapest(parts)
-        return None if ends is None else _plan(problem, ends, np.zeros(1, dtype=np.int64), parts, float(cost) * 2.0**shift)
-    if ranks * (problem.max_samples - 1) + problem.ranks_at_max == groups:  # the mode says how many samples a rank has
+        return None if ends is None else _plan(problem, ends, parts, float(cost) * 2.0**shift)
+    if ranks * (problem.max_samples - 1) + problem.ranks_at_max == samples:  # the mode sets how many samples a rank has
         counts = np.sort(np.full(ranks, problem.max_samples) - (np.arange(ranks) >= problem.ranks_at_max))
         ends = counts.cumsum().tolist()
-        if not search.allows(ends):
-            return None
-        bound = float(problem.cost[0]) * float(counts[0]) * float(slowness[0])
-        return _plan(problem, ends, np.argsort(problem.slowness, kind="stable"), 1, bound)
-    found, low = None, 0
-    fast = np.repeat(slowness, parts).tolist()
-    for order in (fast,) if fast[0] == fast[-1] else (fast, fast[::-1]):
-        ends, bound = search.least(order)
-        if ends is not None and (found is None or search.time(ends, order) < search.time(*found)):
-            found = ends, order
-        low = bound
-    if found is None:
+        return _plan(problem, ends, 1, float(problem.cost[0]) * float(counts[0])) if search.allows(ends) else None
+    ends, least = search.least(ranks * parts)
+    if ends is None:
         return None
-    if fast[0] != fast[-1]:  # no rank is faster than the fastest
-        low = search.least([fast[0]] * len(fast))[1]
-    in_order = np.argsort(problem.slowness, kind="stable")
-    ranks_in_order = in_order if found[1] is fast else in_order[::-1]
-    # costs were rounded up to the next whole number: each is dearer by at most one
-    bound = float(low - bool(shift) * groups * fast[-1]) * 2.0**shift
-    if parts > 1:  # all runs together are at least so dear, and some rank has the mean of them
-        total = _cheap_runs(problem.cost, np.array(search.most), len(fast), lower=True)[1]
-        bound = max(bound, total * problem.ideal_time / float(problem.cost.sum()))
-    bound = max(bound, problem.ideal_time)
-    if parts > 1 and fast[0] == fast[-1]:
-        return _joint_plan(problem, found[0], np.array(search.most), parts, bound)
-    return _plan(problem, found[0], ranks_in_order, parts, bound)
+    # costs were rounded up to the next whole number: each is more expensive by at most one
+    bound = float(least - bool(shift) * samples) * 2.0**shift
+    if parts == 1:
+        return _plan(problem, ends, parts, max(bound, problem.ideal_load))
+    # all runs together cost at least as much, and some rank has their mean
+    most = np.array(search.most)
+    total = _cheap_runs(problem.cost, most, ranks * parts, lower=True)[1]
+    return _joint_plan(problem, ends, most, parts, max(bound, total / ranks, problem.ideal_load))
 
 
-def _plan(problem: Problem, ends: list[int], ranks: Ints, parts: int, bound: float) -> PaddedPlan:
-    """Return the plan of some runs, of which each of ``ranks`` takes so many, one rank after the other."""
+def _plan(problem: Problem, ends: list[int], parts: int, bound: float) -> PaddedPlan:
+    """Return the plan of some runs, of which each rank takes so many, one rank after the other."""
     sizes = np.diff(_each_filled(ends, problem.ranks * parts, len(problem.cost)), prepend=0)
-    rank_of_run, part_of_run = np.repeat(ranks, parts), np.tile(np.arange(parts), problem.ranks)
+    rank_of_run, part_of_run = np.repeat(np.arange(problem.ranks), parts), np.tile(np.arange(parts), problem.ranks)
     return PaddedPlan(np.repeat(rank_of_run, sizes), np.repeat(part_of_run, sizes), bound)
 
 
 def _joint_plan(problem: Problem, ends: list[int], most: Ints, parts: int, bound: float) -> PaddedPlan:
-    """Return the plan of some runs, or of others that cost less in all, shared out among equally fast ranks."""
+    """Return the plan of some runs, or of others that cost less in all, assigned to the ranks together."""
     ranks, runs = problem.ranks, problem.ranks * parts
     found: list[tuple[float, Ints, Ints, Ints]] = []
     for share in (None, *_LONGEST) if ranks <= _SEVERAL else (None,):
@@ -118,39 +103,39 @@ def _joint_plan(problem: Problem, ends: list[int], most: Ints, parts: int, bound
             ends, _ = _cheap_runs(problem.cost, most, runs, longest=share * found[0][0])
         if ends:
             sizes = np.diff(_each_filled(ends, runs, len(problem.cost)), prepend=0)
-            times = problem.cost[np.cumsum(sizes) - sizes] * sizes
-            rank_of_run, part_of_run = _share_out(times, ranks, parts)
-            found.append((float(np.bincount(rank_of_run, times).max()), sizes, rank_of_run, part_of_run))
+            costs = problem.cost[np.cumsum(sizes) - sizes] * sizes
+            rank_of_run, part_of_run = _assign_runs(costs, ranks, parts)
+            found.append((float(np.bincount(rank_of_run, costs).max()), sizes, rank_of_run, part_of_run))
     _, sizes, rank_of_run, part_of_run = min(found, key=lambda plan: plan[0])
     return PaddedPlan(np.repeat(rank_of_run, sizes), np.repeat(part_of_run, sizes), bound)
 
 
-def _each_filled(ends: list[int], runs: int, groups: int) -> list[int]:
-    """Return the ends of so many runs that each has a group: those that would have none take one each from the end."""
-    return [min(end, groups - runs + place) for place, end in enumerate([*ends, *[groups] * (runs - len(ends))], start=1)]
+def _each_filled(ends: list[int], runs: int, samples: int) -> list[int]:
+    """Return the ends of so many runs that each has a sample: those that would have none take one each from the end."""
+    return [min(end, samples - runs + place) for place, end in enumerate([*ends, *[samples] * (runs - len(ends))], start=1)]
 
 
-def _share_out(times: Ints, ranks: int, parts: int) -> tuple[Ints, Ints]:
-    """Return rank and part of each run: the dearest run goes to the rank that has least, each rank takes as many."""
+def _assign_runs(costs: Ints, ranks: int, parts: int) -> tuple[Ints, Ints]:
+    """Return rank and part of each run: the most expensive run goes to the rank with the least load, at equal counts."""
     load, held = [0] * ranks, [0] * ranks
-    rank_of_run, part_of_run = np.empty(len(times), dtype=np.int64), np.empty(len(times), dtype=np.int64)
-    for run in np.argsort(-times, kind="stable").tolist():
+    rank_of_run, part_of_run = np.empty(len(costs), dtype=np.int64), np.empty(len(costs), dtype=np.int64)
+    for run in np.argsort(-costs, kind="stable").tolist():
         rank = min((rank for rank in range(ranks) if held[rank] < parts), key=load.__getitem__)
         rank_of_run[run], part_of_run[run] = rank, held[rank]
-        load[rank], held[rank] = load[rank] + int(times[run]), held[rank] + 1
+        load[rank], held[rank] = load[rank] + int(costs[run]), held[rank] + 1
     return rank_of_run, part_of_run
 
 
 def _cheap_runs(cost: Ints, most: Ints, runs: int, *, lower: bool = False, longest: float = np.inf) -> tuple[list[int], float]:
     """Return runs that cost little in all, as their ends, and a bound on what so many runs cost; by Lagrange relaxation.
 
-    Runs end where blocks of a few groups end. If groups cost the same within a block, the best runs do so as well.
+    Runs end where blocks of a few samples end. If samples cost the same within a block, the best runs do so as well.
 
     Args:
-        cost: dearest first.
-        most: how many groups a run may have that begins at each of them.
+        cost: the most expensive first.
+        most: how many samples a run may have that begins at each of them.
         runs: how many there may be.
-        lower: let each group be as cheap as the cheapest one of its block, for a bound on any runs.
+        lower: let each sample be as cheap as the cheapest one of its block, for a bound on any runs.
         longest: what a run may cost.
     """
     edges = np.unique(np.linspace(0, len(cost), min(len(cost), _BLOCKS) + 1).astype(np.int64))
@@ -178,17 +163,17 @@ def _cheap_runs(cost: Ints, most: Ints, runs: int, *, lower: bool = False, longe
 
 
 def _most_per_run(problem: Problem, parts: int) -> list[int]:
-    """Return how many groups a run may have that begins at each of them."""
-    groups = len(problem.cost)
-    most = np.full(groups, problem.max_samples if problem.max_samples >= groups else max(1, problem.max_samples // parts))
+    """Return how many samples a run may have that begins at each of them."""
+    samples = len(problem.cost)
+    most = np.full(samples, problem.max_samples if problem.max_samples >= samples else max(1, problem.max_samples // parts))
     if problem.tokens is not None:
-        longest = np.maximum.accumulate(problem.tokens[::-1])[::-1]  # of all groups from here on
-        most = np.minimum(most, int(np.min(problem.max_tokens)) // np.maximum(longest, 1))
+        longest = np.maximum.accumulate(problem.tokens[::-1])[::-1]  # of all samples from here on
+        most = np.minimum(most, problem.max_tokens // np.maximum(longest, 1))
     return most.tolist()
 
 
 class _Search:
-    """Finds runs of costs, given dearest first.
+    """Finds runs of costs, given the most expensive first.
 
     Args:
         costs: whole numbers, at least 1.
@@ -198,17 +183,13 @@ class _Search:
     def __init__(self, costs: list[int], most: list[int]) -> None:
         self._costs, self.most = costs, most
 
-    def least(self, slowness: list[int]) -> tuple[list[int] | None, int]:
-        """Return the ends of the runs with the least largest time, None if no runs are allowed, and a bound on that time.
-
-        ``slowness`` is that of each run, in their order. The bound is of runs in this order.
-        """
-        pace = sum(1 / each for each in slowness)
-        low, best = max(self._costs[0] * slowness[0], int(sum(self._costs) / pace)), None
-        high = self._costs[0] * max(slowness) * len(self._costs)
-        time = low
+    def least(self, runs: int) -> tuple[list[int] | None, int]:
+        """Return the ends of the runs with the smallest largest cost, None if no runs are allowed, and a bound on it."""
+        low, best = max(self._costs[0], sum(self._costs) // runs), None
+        high = self._costs[0] * len(self._costs)
+        cost = low
         while low <= high:
-            ends, other = self._fill(slowness, time)
+            ends, other = self._fill(runs, cost)
             if ends is None:
                 low = other
                 if other > high:
@@ -217,16 +198,16 @@ class _Search:
                 best, high = ends, other - 1
                 if (other - low) * _CLOSE <= other:
                     break
-            time = min((low + high) // 2, 2 * low) if best is None else (low + high) // 2
+            cost = min((low + high) // 2, 2 * low) if best is None else (low + high) // 2
         return best, low
 
-    def _fill(self, slowness: list[int], time: int) -> tuple[list[int] | None, int]:
-        """Return the ends of runs within a time, and the largest time of them; or None and the next time worth a trial."""
+    def _fill(self, runs: int, cost: int) -> tuple[list[int] | None, int]:
+        """Return the ends of runs within a cost, and the largest cost of them; or None and the next cost worth a trial."""
         costs, most, samples = self._costs, self.most, len(self._costs)
-        place, largest, following, ends = 0, 0, self._costs[0] * max(slowness) * samples + 1, []
-        for slow in slowness:
-            each = costs[place] * slow
-            count = time // each
+        place, largest, following, ends = 0, 0, self._costs[0] * samples + 1, []
+        for _ in range(runs):
+            each = costs[place]
+            count = cost // each
             if count >= most[place]:
                 count = most[place]
             elif (count + 1) * each < following:
@@ -247,7 +228,7 @@ class _Search:
         impossible = np.iinfo(np.int64).max // 4
         each = np.where((end > start) & (end - start <= most[:, None]), (end - start) * costs[:, None], impossible)
         best, starts = np.where(end[0] == 0, 0, impossible), []
-        for _ in range(runs):  # the least cost of the first groups in so many runs, by where the last run ends
+        for _ in range(runs):  # the least cost of the first samples in so many runs, by where the last run ends
             total = best[:-1, None] + each
             starts.append(total.argmin(axis=0))
             best = total.min(axis=0)
@@ -257,10 +238,6 @@ class _Search:
         for begin in starts[:0:-1]:
             ends.append(int(begin[ends[-1]]))
         return ends[::-1], int(best[-1])
-
-    def time(self, ends: list[int], slowness: list[int]) -> int:
-        """Return the largest time of runs."""
-        return max((end - start) * self._costs[start] * slow for (start, end), slow in zip(pairwise([0, *ends]), slowness))
 
     def allows(self, ends: list[int]) -> bool:
         """Return whether no run has more than it may."""

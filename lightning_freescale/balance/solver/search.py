@@ -2,137 +2,100 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from lightning_freescale.balance.solver.all_plans import are_few, best_plan
-from lightning_freescale.balance.solver.bounds import Bound, lower_bound
+from lightning_freescale.balance.solver.bounds import Bound, Ints, Mask, Problem, dearest_first, lower_bound, to_integers
 from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
-from lightning_freescale.balance.solver.problem import Ints, Problem, dearest_first, to_integers
 from lightning_freescale.balance.solver.swaps import refine
-from lightning_freescale.balance.solver.token_limit import brought_within, dearest_to_fastest, fewer_tokens
 
 CLOSE_ENOUGH = 1.0003
 """Swaps stop within this factor of the lower bound."""
 _WORTH_EXCHANGES, _WORTH_ANOTHER_WAY = 1.0008, 1.01
-"""What is further above the bound than this goes on to exchanges; of many groups within a limit, to another first plan.
+"""What is further above the bound than this goes on to exchanges; of many samples within a limit, to another first plan.
 Exchanges stop here, too: one rank at a time, they take more of the host the nearer they come than a step could gain."""
 _BLOCKS, _TIGHT = 8, 0.98
 """How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
 _BEGINNINGS, _FEW, _MANY = 4, 256, 4096
-"""How often the search begins anew, at most, where it falls short with no more groups than the second; with more than the third
+"""How often the search begins anew, at most, if it falls short with no more samples than the second; with more than the third
 another first plan within a limit on tokens takes too long."""
 _PATIENCE, _PATIENCE_OF_FEW = 30, 8
-"""Of exchanges. Few groups begin anew instead, which finds as much in a third of the time."""
+"""Of exchanges. Few samples begin anew instead, which finds as much in a third of the time."""
 _GOLDEN = 2654435761
+_ALL_PLANS = 2**16
+"""If there are no more plans, all are compared: that takes a few milliseconds."""
+_SLOWER = (1.0003, 1.01, 1.03, 1.1, 1.3, 2.0, 1e3)
+"""Factors by which the load of a plan may rise, one after the other, until its tokens are within their limit."""
 
 
 def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None, float]:
-    """Return the rank of every group, None if no plan within the limits was found, and the time that no plan can beat.
+    """Return the rank of every sample, None if no plan within the limits was found, and the load that no plan can beat.
 
     Args:
-        problem: what to plan.
-        fallback: the rank of every group in a plan to start from where none is found, shape ``[groups]``.
-
-    Returns:
-        the plan, and the time of ``problem.exact`` that none can beat.
+        problem: the problem.
+        fallback: the rank of every sample in a plan to start from if none is found, shape ``[samples]``.
     """
     bound = lower_bound(problem)
-    # the search goes by speeds in whole numbers, what is said of its plan by those that were given
-    exact = problem.exact
-    least = bound.time if exact is problem else lower_bound(exact).time
-    plan = _planned(problem, bound, bound.time) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
-    if plan is not None and _time(problem, plan) <= CLOSE_ENOUGH * bound.time:
-        return plan, least
-    if are_few(problem):
-        plan = best_plan(exact)
+    plan = _planned(problem, bound, bound.load) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
+    if plan is not None and problem.largest_load(plan) <= CLOSE_ENOUGH * bound.load:
+        return plan, bound.load
+    if len(problem.cost) * math.log2(problem.ranks) <= math.log2(_ALL_PLANS):
+        plan = _best_of_all_plans(problem)
         if plan is None or problem.tokens is not None:  # the bound is of the counts alone
-            return plan, least
-        return plan, float(exact.times(plan).max())
+            return plan, bound.load
+        return plan, float(problem.largest_load(plan))
     if plan is None:
-        return None, least
+        return None, bound.load
     plain = zigzag(problem)
-    return plain if problem.allows(plain) and _time(problem, plain) < _time(problem, plan) else plan, least
+    better = problem.allows(plain) and problem.largest_load(plain) < problem.largest_load(plan)
+    return plain if better else plan, bound.load
 
 
-def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
-    """Return a plan within the limit on tokens: the one without it, brought within, or what the first other way finds.
-
-    Of few groups, the best of all ways.
-    """
-    plan = search(replace(problem, tokens=None))[0]
-    if plan is not None and problem.allows(plan):
-        return plan
-    ways: tuple[Callable[[], Ints | None], ...] = (
-        lambda: None if plan is None else brought_within(problem, plan),
-        lambda: _by_tokens(problem),
-        lambda: first_plan(problem, bound.time),
-        lambda: fallback,
-    )
-    best = None
-    for way in ways:
-        found = way()
-        if found is None or not problem.allows(found):
-            continue
-        found = _swapped(problem, found, bound.time)
-        best = found if best is None or _time(problem, found) < _time(problem, best) else best
-        near = _WORTH_EXCHANGES if len(found) <= _FEW else _WORTH_ANOTHER_WAY
-        if len(found) > _MANY or _time(problem, best) <= near * bound.time:
-            break
-    return None if best is None else _exchanged(problem, best, bound.time)
+# -- plans that only limit the number of samples
 
 
-def _by_tokens(problem: Problem) -> Ints | None:
-    """Return a plan that balances the tokens, which is the best that can be done for their limit."""
-    assert problem.tokens is not None
-    same_speed, order = np.ones_like(problem.slowness), np.argsort(-problem.tokens, kind="stable")
-    tokens = to_integers(problem.tokens[order].astype(np.float64), same_speed)
-    plan = search(replace(problem, cost=tokens, size=problem.size[order], tokens=None, slowness=same_speed, unrounded=None))[0]
-    return None if plan is None else plan[np.argsort(order, kind="stable")]
-
-
-def _planned(problem: Problem, bound: Bound, time: float) -> Ints | None:
-    """Return a plan whose slowest rank should be done at ``time``, which is no less than the bound's."""
-    simple = problem.limits_counts_only and not np.ptp(problem.slowness)
-    plan, part, groups, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
+def _planned(problem: Problem, bound: Bound, load: float) -> Ints | None:
+    """Return a plan whose slowest rank should reach ``load``, which is no less than the bound's."""
+    plan, part, samples, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
     for _ in range(_BLOCKS):
-        block, tight = bound.block, bound.time > max(_TIGHT * time, CLOSE_ENOUGH * part.ideal_time)
-        if block is None or not simple or not tight:
+        block, tight = bound.block, bound.load > max(_TIGHT * load, CLOSE_ENOUGH * part.ideal_load)
+        if block is None or not tight:
             break
-        found = _refined(part.part(block.groups, block.ranks), time)
+        found = _refined(part.part(block.samples, block.ranks), load)
         if found is None:
             return None
-        plan[groups[block.groups]] = first + found
+        plan[samples[block.samples]] = first + found
         first += block.ranks
-        part, groups = part.part(block.others, part.ranks - block.ranks), groups[block.others]
+        part, samples = part.part(block.others, part.ranks - block.ranks), samples[block.others]
         bound = lower_bound(part, rows=1)  # in a block no other one matters
-    rest = _refined(part, time)
+    rest = _refined(part, load)
     if rest is None or not first:
         return rest
-    plan[groups] = first + rest
-    return _improved(problem, plan, time)
+    plan[samples] = first + rest
+    return _improved(problem, plan, load)
 
 
-def _refined(problem: Problem, time: float) -> Ints | None:
-    plans = (make() for make in (lambda: first_plan(problem, time), lambda: zigzag(problem)))
+def _refined(problem: Problem, load: float) -> Ints | None:
+    plans = (make() for make in (lambda: first_plan(problem, load), lambda: zigzag(problem)))
     first = next((plan for plan in plans if plan is not None and problem.allows(plan)), None)
     if first is None:
         return None
-    plan = _improved(problem, first, time)
-    few = problem.limits_counts_only and problem.ranks > 2 and len(problem.cost) <= _FEW
-    if few and _time(problem, plan) > _WORTH_EXCHANGES * time:
-        plan = _best_of_beginnings(problem, plan, time)
+    plan = _improved(problem, first, load)
+    few = problem.ranks > 2 and len(problem.cost) <= _FEW
+    if few and problem.largest_load(plan) > _WORTH_EXCHANGES * load:
+        plan = _best_of_beginnings(problem, plan, load)
     return plan
 
 
-def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
-    """Return the best of a plan and those that longest first leads to when costs are as if they were up to a quarter higher."""
-    number, best = np.arange(1, 1 + len(problem.cost)), _time(problem, plan)
+def _best_of_beginnings(problem: Problem, plan: Ints, load: float) -> Ints:
+    """Return the best of a plan and those that longest first finds if costs are as if they were up to a quarter higher."""
+    number, best = np.arange(1, 1 + len(problem.cost)), problem.largest_load(plan)
     for beginning in range(1, 1 + _BEGINNINGS):
-        if best <= CLOSE_ENOUGH * time:
+        if best <= CLOSE_ENOUGH * load:
             break
         more = (number * beginning * _GOLDEN >> 7) % 256  # Knuth's hash: scattered, and the same everywhere
         cost = problem.cost + (problem.cost >> 10) * more
@@ -140,39 +103,110 @@ def _best_of_beginnings(problem: Problem, plan: Ints, time: float) -> Ints:
         other = np.empty_like(plan)
         other[order] = longest_first(replace(problem, cost=cost[order]))
         if problem.allows(other):
-            other = _improved(problem, other, time)
-            plan, best = min((plan, best), (other, _time(problem, other)), key=lambda found: found[1])
+            other = _improved(problem, other, load)
+            plan, best = min((plan, best), (other, problem.largest_load(other)), key=lambda found: found[1])
     return plan
 
 
-def _improved(problem: Problem, plan: Ints, time: float) -> Ints:
-    return _exchanged(problem, _swapped(problem, plan, time), time)
+def _improved(problem: Problem, plan: Ints, load: float) -> Ints:
+    return _exchanged(problem, refine(problem, plan, CLOSE_ENOUGH * load), load)
 
 
-def _swapped(problem: Problem, plan: Ints, time: float) -> Ints:
-    if not problem.limits_counts_only:
-        plan = dearest_to_fastest(problem, plan)
-    return refine(problem, plan, CLOSE_ENOUGH * time)
+def _exchanged(problem: Problem, plan: Ints, load: float) -> Ints:
+    good, patience = _WORTH_EXCHANGES * load, _PATIENCE if len(plan) > _FEW else _PATIENCE_OF_FEW
+    return exchange(problem, plan, good, patience) if problem.largest_load(plan) > good else plan
 
 
-def _exchanged(problem: Problem, plan: Ints, time: float) -> Ints:
-    good, patience = _WORTH_EXCHANGES * time, _PATIENCE if len(plan) > _FEW else _PATIENCE_OF_FEW
-    return exchange(problem, plan, good, patience) if _time(problem, plan) > good else plan
+def _best_of_all_plans(problem: Problem) -> Ints | None:
+    """Return the first of the best of all plans within the limits; None if there is none."""
+    held, load = _of_all_plans(np.ones_like(problem.cost), problem.ranks), _of_all_plans(problem.cost, problem.ranks)
+    allowed: Mask = np.logical_and.reduce((held >= problem.min_samples) & (held <= problem.max_samples))
+    allowed &= np.count_nonzero(held == problem.max_samples, axis=0) <= problem.ranks_at_max
+    if problem.tokens is not None:
+        allowed &= (_of_all_plans(problem.tokens, problem.ranks) <= problem.max_tokens).all(axis=0)
+    if not allowed.any():
+        return None
+    largest = load.max(axis=0).astype(np.float64)
+    largest[~allowed] = np.inf
+    return int(largest.argmin()) // problem.ranks ** np.arange(len(problem.cost)) % problem.ranks
+
+
+def _of_all_plans(values: Ints, ranks: int) -> Ints:
+    """Return the sum of each rank in all plans, shape ``[ranks, plans]``; a plan's number has a digit for each sample."""
+    sums = np.zeros((ranks, 1), dtype=np.int64)
+    for value in values.tolist():
+        sums = np.concatenate([sums + value * (np.arange(ranks) == rank)[:, None] for rank in range(ranks)], axis=1)
+    return sums
+
+
+# -- plans that keep a limit on tokens
+
+
+def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
+    """Return a plan within the limit on tokens: the one without it, brought within, or what the first other way finds.
+
+    Of few samples, the best of all ways.
+    """
+    plan = search(replace(problem, tokens=None))[0]
+    if plan is not None and problem.allows(plan):
+        return plan
+    ways: tuple[Callable[[], Ints | None], ...] = (
+        lambda: None if plan is None else _brought_within(problem, plan),
+        lambda: _by_tokens(problem),
+        lambda: first_plan(problem, bound.load),
+        lambda: fallback,
+    )
+    best = None
+    for way in ways:
+        found = way()
+        if found is None or not problem.allows(found):
+            continue
+        found = refine(problem, found, CLOSE_ENOUGH * bound.load)
+        best = found if best is None or problem.largest_load(found) < problem.largest_load(best) else best
+        near = _WORTH_EXCHANGES if len(found) <= _FEW else _WORTH_ANOTHER_WAY
+        if len(found) > _MANY or problem.largest_load(best) <= near * bound.load:
+            break
+    return None if best is None else _exchanged(problem, best, bound.load)
+
+
+def _by_tokens(problem: Problem) -> Ints | None:
+    """Return a plan that balances the tokens, which is the best for their limit."""
+    assert problem.tokens is not None
+    order = np.argsort(-problem.tokens, kind="stable")
+    tokens = to_integers(problem.tokens[order].astype(np.float64), problem.ranks)
+    plan = search(replace(problem, cost=tokens, tokens=None))[0]
+    return None if plan is None else plan[np.argsort(order, kind="stable")]
+
+
+def _brought_within(problem: Problem, plan: Ints) -> Ints | None:
+    """Return a plan within the limit on tokens, with as small a largest load as swaps find; None if they find none."""
+    assert problem.tokens is not None
+    load = problem.largest_load(plan)
+    for slower in _SLOWER:
+        if problem.allows(plan):
+            return plan
+        plan = _fewer_tokens(problem, plan, problem.tokens, load * slower, problem.max_tokens)
+    return plan if problem.allows(plan) else None
 
 
 def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
     """Return a plan in which the rank with most tokens has fewer, and the slowest is no slower.
 
     Args:
-        problem: what was planned.
-        plan: the rank of every group.
-        tokens: at least 1, shape ``[groups]``.
+        problem: the problem that was planned.
+        plan: the rank of every sample.
+        tokens: at least 1, shape ``[samples]``.
     """
-    if np.ptp(problem.slowness):  # a limit on the costs would not be one on the times
-        return plan
-    found = fewer_tokens(problem, plan, tokens, _time(problem, plan), CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks)
+    target = CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks
+    found = _fewer_tokens(problem, plan, tokens, problem.largest_load(plan), target)
     return found if problem.allows(found) else plan
 
 
-def _time(problem: Problem, plan: Ints) -> int:
-    return int(problem.times(plan).max())
+def _fewer_tokens(problem: Problem, plan: Ints, tokens: Ints, load: float, target: float) -> Ints:
+    """Return a plan whose ranks have at most, or not much more than, ``target`` tokens, and no load above ``load``."""
+    # the same swaps, with the parts of cost and tokens exchanged
+    order = dearest_first(tokens)
+    swapped = replace(problem, cost=tokens[order], tokens=problem.cost[order], max_tokens=int(load))
+    found = np.empty_like(plan)
+    found[order] = refine(swapped, plan[order], target)
+    return found

@@ -72,11 +72,7 @@ WAYS_OUT = [
     _balance(UNEQUAL, "imbalance of data", "'slack'", assignment="fixed"),
     _balance(UNEQUAL, "imbalance of data", "balance fit", assignment="fixed", predicted=np.ones((3, 2)), parts=...),
     _balance(UNEQUAL, "imbalance of data", "larger batches", assignment="free"),
-    _balance(SLOW, "slow hardware", "slow_ranks='rebalance'"),
-    _balance(
-        SLOW, "slow hardware", "Trainer(strategy='freescale') with FreeScaleDataModule(train_set, ", strategy="DDPStrategy"
-    ),
-    _balance(SLOW, "slow hardware", "; FreeScaleDataModule(balance=BalanceOptions(", assignment="as drawn"),
+    _balance(SLOW, "slow hardware", "See what else runs on that device"),
     _balance(_uneven(0, 20, 2, slow=1.4, costs=False), "slow hardware", "lengths_fn="),
     _balance(_uneven(1, 1, 20), "uneven compute", "other work on the machine"),
     _balance(_uneven(0, 1, 20, costs=False), "uneven compute", "lengths_fn="),
@@ -145,7 +141,7 @@ def test_a_slow_rank_is_named_beside_histories_that_cost_more() -> None:
     verdict = verdict_on(replace(report, what_if=[*report.what_if, WhatIf("equal histories", 1.14, 1.6)]).document(), advise)
     assert verdict.cause == "imbalance of data" and "slow ranks" in verdict.verdict
     assert "rank 1 takes 1.30 times" in verdict.why and "1.14x" in verdict.why
-    assert "FreeScaleDataModule(train_set" in verdict.next and "slow_ranks='rebalance'" in verdict.next
+    assert "FreeScaleDataModule(train_set" in verdict.next and "See what else runs on that device" in verdict.next
     without = _verdict({"perfect balance": 1.37}, imbalance=MIXED)
     assert "rank 1" in without.why and "x as fast" not in without.why, "what was not replayed is not said"
     assert "slow ranks" not in _verdict({"perfect balance": 1.37}, imbalance=UNEQUAL).verdict
