@@ -86,7 +86,6 @@ FILES = {
     "comm/transports/peer_link.py": "copies between GPUs",
     "comm/transports/symmetric_buffer.py": "memory of GPUs",
     "comm/transports/peer.py": "copies between GPUs",
-    "comm/collectives/proof.py": "auto_transport.py runs it",
 }
 """Files whose functions run on CUDA alone, with the reason."""
 

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.collectives.auto_transport import settle_transport
+from lightning_freescale.comm.collectives.auto_transport import ProofDevice, settle_transport
 from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
 from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.proof import ProofDevice
 from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale.comm import process_group
-from lightning_freescale.comm.collectives import auto_transport, proof
-from lightning_freescale.comm.collectives.auto_transport import gather_over, settle_transport
-from lightning_freescale.comm.collectives.proof import ProofDevice
+from lightning_freescale.comm.collectives import auto_transport
+from lightning_freescale.comm.collectives.auto_transport import ProofDevice, gather_over, settle_transport
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import TransportRefused
 from lightning_freescale.testing import run_distributed
@@ -24,7 +23,7 @@ from tests.helpers.fake_cuda import messages_of, pretend_cuda
 CUDA = torch.device("cuda", 0)
 
 
-class _SlowNative(proof.Proof):
+class _SlowNative(auto_transport.Proof):
     """torch's own backend takes 20 s longer than measured."""
 
     def _measure(self) -> dict[str, float]:
@@ -34,7 +33,7 @@ class _SlowNative(proof.Proof):
 
 def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow: bool = True) -> str:
     auto_transport.auto_candidates = lambda topology: list(candidates)
-    kind = _SlowNative if native_is_slow else proof.Proof
+    kind = _SlowNative if native_is_slow else auto_transport.Proof
     auto_transport.Proof = partial(kind, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
     device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
     settle_transport(group._backends._opts, group._executor, group._backends, lambda: device)
@@ -132,7 +131,7 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
         def prove(opts: Any, lane: Any, backends: Any, device: Any) -> Any:
             backends.register_nccl()
             seen.append(type(backends._outer()._get_backend(torch.device("cuda"))).__name__)
-            return proof.Verdict("native", {"native": 1.0, "host": 2.0}, {})
+            return auto_transport.Verdict("native", {"native": 1.0, "host": 2.0}, {})
 
         auto_transport._prove = prove
         group = make_group(transport="auto")

@@ -1,14 +1,21 @@
-"""``transport="auto"``: torch's own backend moves CUDA tensors until a transport has proved itself, in this process."""
+"""``transport="auto"``: torch's own backend moves CUDA tensors until a transport has proved itself, in this process.
+
+A transport proves itself by delivering the same bytes, and sooner beside compute. Every rank runs the same steps. After each it
+hears how the others fared, so that what fails on one rank is dropped on all of them, and all come to one verdict.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as NotDone
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +25,6 @@ from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.proof import AllToAll, Proof, ProofDevice, Verdict, Wait
 from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
 from lightning_freescale.comm.transports.transfer import RankBuffers
@@ -158,3 +164,181 @@ def _warn_of_hidden_gpus(alone: str) -> None:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), or pass transport='native'",
         alone,
     )
+
+
+Wait = Callable[[float], object]
+"""Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""
+AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
+"""Begins to fill the first tensor by parts from all ranks and to send them parts of the second; the sizes of either follow."""
+_MIB = 2**20
+_MARGIN = 0.05
+"""By how much of the time of torch's own backend a candidate must be faster: less may be chance."""
+_WARM_UP, _ROUNDS = 2, 5
+
+
+@dataclass(frozen=True)
+class ProofDevice:
+    """The device that the exchanges run on."""
+
+    device: torch.device
+    compute: Callable[[], None]  # enqueues a fixed amount of compute on the current stream
+    synchronize: Callable[[], None]  # waits for all that is enqueued
+    release: Callable[[], None] = lambda: None  # gives back memory that is not in use
+
+    @staticmethod
+    def from_cuda() -> ProofDevice:
+        """Take the current GPU; its compute is 24 products of 2048 x 2048 matrices, about a millisecond. Not tested on GPU."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        factor = torch.ones((2048, 2048), dtype=torch.bfloat16, device=device)
+        product = torch.empty_like(factor)
+
+        def compute() -> None:
+            for _ in range(24):
+                torch.mm(factor, factor, out=product)
+
+        return ProofDevice(device, compute, lambda: torch.cuda.synchronize(device), torch.cuda.empty_cache)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a proof; the same on all ranks."""
+
+    chosen: str  # a candidate, or "native"
+    milliseconds: dict[str, float]  # until an exchange and the compute beside it had ended, on the slowest rank
+    failures: dict[str, str]  # why candidates were dropped
+
+
+@dataclass
+class Proof:
+    """Checks and measures candidates against torch's own backend. Collective."""
+
+    native: AllToAll  # torch's own backend, which must not fail
+    candidates: dict[str, AllToAll]  # what may take its place
+    device: ProofDevice
+    rank: int
+    ranks: list[int]  # global rank of every rank, for errors
+    gather: Callable[[dict[str, Any]], list[dict[str, Any]]]  # returns the short texts or numbers of every rank
+    limit: float  # seconds that a candidate may take for all its exchanges
+    chunk_bytes: int  # of the lane: parts of this size and one byte around it are tried
+    largest_bytes: int = 64 * _MIB  # of the largest part, and about as much as is sent at a time
+    typical_bytes: int = 32 * _MIB  # of the exchange that is measured, of one rank
+    late_seconds: float = 0.3  # how late a rank comes
+    _failures: dict[str, str] = field(default_factory=dict)
+    _spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def run(self) -> Verdict:
+        """Return the verdict: the fastest candidate that has passed all checks and is faster than torch's own backend."""
+        for number, (sizes, late) in enumerate(part_sizes(len(self.ranks), self.chunk_bytes, self.largest_bytes)):
+            self._check(number, sizes, late)
+        milliseconds = self._measure() if self._left else {}
+        best = min(self._left, key=milliseconds.__getitem__, default="native")
+        wins = best != "native" and milliseconds[best] <= (1 - _MARGIN) * milliseconds["native"]
+        return Verdict(best if wins else "native", milliseconds, self._failures)
+
+    @property
+    def _left(self) -> list[str]:
+        return [name for name in self.candidates if name not in self._failures]
+
+    def _check(self, number: int, sizes: list[list[int]], late: bool) -> None:
+        """Compare what comes with what torch's own backend delivers; ``sizes[source][target]`` are those of the parts."""
+        gives, gets = sizes[self.rank], [row[self.rank] for row in sizes]
+        # other bytes each time: what is left in a transport's memory from the last one must not pass
+        draw = torch.Generator(self.device.device).manual_seed(number * len(self.ranks) + self.rank)
+        given = torch.randint(0, 256, (sum(gives),), generator=draw, dtype=torch.uint8, device=self.device.device)
+        expected = given.new_empty(sum(gets))
+        self.native(expected, given, gets, gives)(self.limit)
+        for name in self._left:
+            # its own, because one that is given up may still be at work
+            received, send = torch.empty_like(expected), torch.zeros_like(given)
+            self.device.synchronize()
+
+            def exchange(name: str = name, received: Tensor = received, send: Tensor = send) -> float:
+                if late and self.rank == len(self.ranks) - 1:
+                    time.sleep(self.late_seconds)
+                # a transport that does not wait for the stream sends zeros, or has what comes overwritten
+                self.device.compute()
+                send.copy_(given)
+                torch.bitwise_not(expected, out=received)  # so that a byte that does not come is seen
+                self._wait(name, self.candidates[name](received, send, gets, gives))
+                for source, (came, should) in enumerate(zip(received.split(gets), expected.split(gets))):
+                    if not torch.equal(came, should):
+                        told = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
+                        raise RuntimeError(f"{told} are not those that torch's own backend delivers")
+                return 0.0
+
+            self._attempt(name, exchange)
+
+    def _measure(self) -> dict[str, float]:
+        """Return the milliseconds of every contender, of the slowest rank: the median of interleaved rounds."""
+        size = len(self.ranks)
+        parts = [max(1, self.typical_bytes // size)] * size
+        send = torch.zeros(sum(parts), dtype=torch.uint8, device=self.device.device)
+        ready = torch.empty_like(send[:size])
+        received = {name: torch.empty_like(send) for name in ("native", *self._left)}
+        taken: dict[str, list[list[float]]] = {name: [] for name in received}
+        for number in range(_WARM_UP + _ROUNDS):
+            names = ["native", *self._left]
+            for name in names[number % len(names) :] + names[: number % len(names)]:  # none always comes after the same one
+
+                def timed(name: str = name) -> float:
+                    begin = self.candidates.get(name, self.native)
+                    self.native(ready, send[:size], [1] * size, [1] * size)(self.limit)  # the ranks begin together
+                    self.device.synchronize()
+                    start = time.perf_counter()
+                    wait = begin(received[name], send, parts, parts)
+                    self.device.compute()
+                    self._wait(name, wait)
+                    self.device.synchronize()
+                    return 1000 * (time.perf_counter() - start)
+
+                of_ranks = self._attempt(name, timed)
+                if number >= _WARM_UP and of_ranks is not None:
+                    taken[name].append(of_ranks)
+        left = ("native", *self._left)
+        return {name: max(median(of_rank) for of_rank in zip(*taken[name])) for name in left}
+
+    def _wait(self, name: str, wait: Wait) -> None:
+        start = time.monotonic()
+        try:
+            wait(self.limit if name == "native" else max(0.0, self.limit - self._spent[name]))
+        except TimeoutError:
+            raise TimeoutError(f"its exchanges did not end within {self.limit:g} s in all") from None
+        self._spent[name] += time.monotonic() - start
+
+    def _attempt(self, name: str, run: Callable[[], float]) -> list[float] | None:
+        """Return what it returns on every rank; None, and no more of that candidate, if it fails on any."""
+        error = None
+        try:
+            said: dict[str, Any] = {"value": run()}
+        except Exception as caught:
+            error, said = caught, {"error": str(caught) or type(caught).__name__}
+        if error is not None and name == "native":
+            raise error
+        everyone = self.gather(said)
+        failed = [f"rank {rank}: {each['error']}" for rank, each in zip(self.ranks, everyone) if "error" in each]
+        if failed:
+            self._failures[name] = "; ".join(failed)
+            return None
+        return [each["value"] for each in everyone]
+
+
+def part_sizes(ranks: int, chunk_bytes: int, largest_bytes: int) -> Iterator[tuple[list[list[int]], bool]]:
+    """Yield the bytes from every rank to every rank, and whether a rank comes late.
+
+    Sizes around those at which transports change their way, each between every two ranks once; where there are many ranks,
+    only between some, so that a rank sends about ``largest_bytes``. Then one part of that size to the next rank.
+    """
+    few = [0, 1, 3, chunk_bytes - 1, chunk_bytes, chunk_bytes + 1, min(_MIB, largest_bytes)]
+    near = max(2, largest_bytes // max(few))
+    for shift in range(len(few)):
+        sizes = [
+            [
+                few[(source + 2 * target + shift) % len(few)] if (target - source) % ranks < near else 0
+                for target in range(ranks)
+            ]
+            for source in range(ranks)
+        ]
+        yield sizes, False
+        if shift == 0:
+            yield sizes, True
+    yield [[largest_bytes * (target == (source + 1) % ranks) for target in range(ranks)] for source in range(ranks)], False

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,42 +16,8 @@ from torch import Tensor
 
 from lightning_freescale._worker import start_daemon
 
-Answer = TypeVar("Answer")
 ANSWER_SECONDS = 2.0
 """How long a store may take for an answer that it has."""
-
-
-class BoundedStore:
-    """A store that is given up once it has not answered in time.
-
-    torch's own calls have no timeout for a store whose connection stands and that does not answer. So each runs on a thread of
-    its own, which is left behind if need be: ask only what is asked seldom, such as after a failure.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._silent = False
-
-    def ask(self, call: Callable[[dist.Store], Answer], otherwise: Answer, wait: float = 0.0) -> Answer:
-        """Return what ``call(store)`` does; ``otherwise`` if it fails, or takes seconds more than it is to ``wait`` itself."""
-        if self._silent:
-            return otherwise
-        answer: Future[Answer] = Future()
-
-        def run() -> None:
-            found = otherwise
-            with suppress(RuntimeError):  # the store may have died with its process
-                found = call(self._store)
-            answer.set_result(found)
-
-        start_daemon(run, "freescale store")
-        try:
-            return answer.result(wait + ANSWER_SECONDS)
-        except NotInTime:
-            self._silent = True
-            return otherwise
-
-
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
@@ -88,7 +54,7 @@ class GlooP2P:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
         self.rank, self.size, self.ranks = rank, size, ranks
-        self._store = BoundedStore(store)
+        self._store, self._store_is_silent = store, False
         self._ending = False
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
@@ -118,7 +84,7 @@ class GlooP2P:
         """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
         if self._gloo is not None:
             told = f"rank {self.ranks[self.rank]} has given up: {reason}"
-            self._store.ask(lambda store: store.compare_set(_FAILURE_KEY, "", told), b"")
+            self._ask_store(lambda store: store.compare_set(_FAILURE_KEY, "", told))
         self.close_connections()
 
     def refuse_more(self) -> None:
@@ -170,7 +136,30 @@ class GlooP2P:
                 store.wait([_FAILURE_KEY], wait)
             return store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
 
-        return self._store.ask(look, "", wait.total_seconds())
+        return self._ask_store(look, wait.total_seconds()) or ""
+
+    def _ask_store(self, call: Callable[[dist.Store], Any], wait: float = 0.0) -> Any:
+        """Return ``call(store)``; None if it fails, or takes seconds more than it is to ``wait`` itself.
+
+        torch's own calls have no timeout for a store whose connection stands and that does not answer. So each runs on a thread
+        of its own, which is left behind if need be: ask only after a failure.
+        """
+        if self._store_is_silent:
+            return None
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            found = None
+            with suppress(RuntimeError):  # the store may have died with its process
+                found = call(self._store)
+            answer.set_result(found)
+
+        start_daemon(run, "freescale store")
+        try:
+            return answer.result(wait + ANSWER_SECONDS)
+        except NotInTime:
+            self._store_is_silent = True
+            return None
 
     def _why_closed_before(self, peer: int) -> str:
         """Return why the connection was closed before a timeout closed all; empty if it was not."""

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.collectives import proof
-from lightning_freescale.comm.collectives.proof import AllToAll, Proof, ProofDevice, Verdict, part_sizes
+from lightning_freescale.comm.collectives import auto_transport
+from lightning_freescale.comm.collectives.auto_transport import AllToAll, Proof, ProofDevice, Verdict, part_sizes
 from lightning_freescale.testing import run_distributed
 
 CHUNK, LARGEST = 1000, 300_000
@@ -46,7 +46,7 @@ def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> li
 
     def run() -> Verdict:
         clock = [0.0]
-        proof.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)
+        auto_transport.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)
         device = ProofDevice(torch.device("cpu"), lambda: _move(clock, 10.0), lambda: None)
 
         def gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
