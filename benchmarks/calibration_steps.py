@@ -26,7 +26,7 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions, Histories, HistoryDataset, read_interactions
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.recording.clocks import HostClock
-from lightning_freescale.strategy.cost_calibrator import WINDOW, CostCalibrator
+from lightning_freescale.strategy.tuning.cost_calibrator import WINDOW, CostCalibrator
 from lightning_freescale.testing import run_distributed
 
 RANKS, BATCH, SAMPLES, ITEMS = 2, 16, 640, 10_000

@@ -31,9 +31,8 @@ CONDITIONS = {
     "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
     "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},
-    "fabric/strategy.py": {"self._steps is not None and self._steps.early_copy is not None": True},
-    "fabric/table_steps.py": {"self.early_copy is None": False},
-    "strategy/overlap.py": {"self._early_copy is None": False},
+    "fabric/strategy.py": {"self._steps is not None and self._steps.step.early_copy is not None": True},
+    "training/table_step.py": {"self.early_copy is None": False},
 }
 """Conditions that tell of CUDA by other words, and their value there."""
 
@@ -61,8 +60,8 @@ FUNCTIONS = {
         "_union": "temporal_breakdown calls it",
         "KinetoWindow.breakdown": "of kernels on a GPU",
     },
-    "strategy/early_copy.py": {
-        "EarlyCopy.__init__": "for_trainer makes it for CUDA devices",
+    "training/lookahead.py": {
+        "EarlyCopy.__init__": "for_device makes it for CUDA devices",
         "EarlyCopy.start": "as __init__",
         "EarlyCopy.take": "as __init__",
         "_movable": "EarlyCopy.start calls it",

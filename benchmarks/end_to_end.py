@@ -151,11 +151,11 @@ class Sleeper(L.LightningModule):
         seconds = self.seconds_of(batch)
         self.computed[-1] += seconds
         rows = self.rows_of(batch)
-        controller = self.trainer.strategy.overlap_controller
-        if controller is not None and controller.split_backward:
+        step = self.trainer.strategy.table_step
+        if step is not None and step.engine is not None and step.split_backward:
             # those of micro-batches come with the last
             self._late_seconds += seconds
-            last = controller.engine.updates
+            last = step.engine.updates
             rows = overlap_variants.compute_split(rows, seconds, self._late_seconds if last else 0.0, self.dense[0].weight)
             self._late_seconds *= not last
         else:

@@ -23,6 +23,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.split_backward import after_the_others
@@ -204,7 +205,7 @@ class Ours:
 
     def __init__(self, model: Recommender, **options: Any) -> None:
         plain = isinstance(model.items, nn.Embedding)
-        sharding = TableSharding(model, CPU, embeddings={model.items} if plain else ())
+        sharding = TableSharding(model, CPU, found=find_collections(model, {model.items} if plain else ()))
         self._ids: Callable[[Any], Any] = (lambda kjt: EmbeddingIds("items", kjt.values())) if plain else (lambda kjt: kjt)
         names = list(sharding.parameters)
         optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.loader_wrapper import PredictionLoader
 from lightning_freescale._lightning.loops import (
     LightningDataModule,
+    PredictionLoader,
     Trainer,
     TrainerFn,
     batches_per_optimizer_step,

@@ -19,8 +19,7 @@ import lightning_freescale.callbacks
 import lightning_freescale.checkpoint.unsharded
 import lightning_freescale.datamodule
 import lightning_freescale.embeddings.sharding
-import lightning_freescale.fabric.table_steps
-import lightning_freescale.strategy.overlap  # noqa: F401
+import lightning_freescale.fabric.loop_steps  # noqa: F401
 from lightning_freescale import testing
 from tests.helpers.leftovers import no_leftovers
 

@@ -38,10 +38,10 @@ MAY_IMPORT = {
     "_lightning": {"balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "balance", "data", "profiling"},
+    "training": {"_lightning", "_walk", "balance", "comm", "embeddings", "profiling"},
     "strategy": {
         "_lightning",
         "_object_gather",
-        "_walk",
         "_worker",
         "balance",
         "checkpoint",
@@ -50,17 +50,17 @@ MAY_IMPORT = {
         "datamodule",
         "embeddings",
         "profiling",
+        "training",
     },
-    "fabric": {"_lightning", "balance", "checkpoint", "comm", "embeddings", "strategy"},
+    "fabric": {"_lightning", "balance", "checkpoint", "embeddings", "training"},
     "profile": {"command_line"},
     "command_line": {"_lightning", "balance", "callbacks", "checkpoint", "profiling", "simulator"},
     "__main__": {"command_line"},
     "testing": set(),
-    "ray": {"strategy"},
 }
 """The rooms of the package, each with the rooms that it may import."""
 LIGHTNING = {"_lightning"}
-TORCHREC = {"_torchrec", "data", "embeddings", "strategy"}
+TORCHREC = {"_torchrec", "data", "embeddings", "training"}
 """Rooms that import Lightning itself, and those that import TorchRec or FBGEMM."""
 TORCHREC_PRIVATE = {"checkpoint", "embeddings"}
 

@@ -50,8 +50,8 @@ class Recording(HSTURecommender):
         return loss
 
     def on_train_end(self) -> None:
-        if (controller := self.trainer.strategy.overlap_controller) is not None:
-            counts, names = controller.engine.statistics(), ("predicted", "unpredicted", "mispredicted")
+        if (engine := self.trainer.strategy.engine) is not None:
+            counts, names = engine.statistics(), ("predicted", "unpredicted", "mispredicted")
             self.looked_ahead = tuple(counts[f"{name}_lookups"] for name in names)
 
 

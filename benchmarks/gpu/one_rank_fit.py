@@ -92,9 +92,9 @@ class Measured(L.Callback):
 
     @override
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        controller = trainer.strategy.overlap_controller
-        if controller is not None:
-            counts = controller.engine.statistics()
+        engine = trainer.strategy.engine
+        if engine is not None:
+            counts = engine.statistics()
             kinds = [counts[f"{kind}_lookups"] for kind in ("predicted", "unpredicted", "mispredicted")]
             self.found.predicted = kinds[0] / sum(kinds)
 

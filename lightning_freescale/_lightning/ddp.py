@@ -1,17 +1,30 @@
-"""Private state of Lightning's DDPStrategy that a strategy built on it needs, under public names."""
+"""Private state of the DDP strategies of Lightning and of Fabric that strategies built on them need, under public names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from lightning.fabric import strategies as fabric_strategies
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from typing_extensions import override
 
-from lightning_freescale._lightning.fabric import GROUP_TIMEOUT
-from lightning_freescale._lightning.rendezvous import create_for_attempt
+from lightning_freescale._lightning.loops import optimizers_to_device
+from lightning_freescale.comm.faults.attempt_store import attempt_store, is_lent
+
+GROUP_TIMEOUT = timedelta(minutes=5)
+"""Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
+waits for slow set-up and saving as well, has Lightning's."""
 
 
 class DDPBase(DDPStrategy):
@@ -42,13 +55,25 @@ class DDPBase(DDPStrategy):
         if self._layer_sync:
             self._layer_sync.apply(module)
 
-    def revert_layer_sync(self, module: nn.Module) -> nn.Module:
-        """Return the module with its own batch norms again."""
-        return self._layer_sync.revert(module) if self._layer_sync else module
-
     def register_ddp_hooks(self) -> None:
         """Register the user's communication hook on ``self.model``, which is a DistributedDataParallel."""
         self._register_ddp_hooks()
+
+    def tear_down_but_module(self, layers_synced: bool) -> None:
+        """Tear down as the base class does, but leave the module where it is, with its own batch norms again.
+
+        The base class moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
+        """
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.model = self.lightning_module
+        if self.model is not None and layers_synced and self._layer_sync:
+            self.model = self._layer_sync.revert(self.model)
+        optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     @property
     def unsupported_options(self) -> tuple[str, int | None]:
@@ -75,7 +100,72 @@ class DDPBase(DDPStrategy):
         self._launcher = None
 
 
+class FabricDDPBase(fabric_strategies.DDPStrategy):
+    """Fabric's DDPStrategy whose subclasses shard and wrap the module by themselves, and so need what it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
+
+    @property
+    def ddp_options(self) -> dict[str, Any]:
+        """The options that go to ``DistributedDataParallel``."""
+        return self._ddp_kwargs
+
+    @property
+    def start_method(self) -> str:
+        """How processes are started."""
+        return self._start_method
+
+    @property
+    def ddp_device_ids(self) -> list[int] | None:
+        """What DDP is told of the device."""
+        return self._determine_ddp_device_ids()
+
+    @property
+    def updates_unscaled(self) -> bool:
+        """Whether the precision leaves losses, gradients and parameters as they are: float32, or bfloat16 by autocast."""
+        precision = self.precision
+        scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        return precision.precision in ("32-true", "bf16-mixed") and not scales
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super()._setup_distributed()
+
+    def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Have ``fabric.no_backward_sync`` enter ``blocked(module)``, with the module as DDP has wrapped it."""
+        self._backward_sync_control = _Blocked(blocked)
+
+
+class _Blocked(_BackwardSyncControl):
+    def __init__(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        self._blocked = blocked
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self._blocked(module) if enabled else nullcontext()
+
+
 def process_group_timeout(strategy: Strategy) -> timedelta | None:
     """Return the timeout of groups that are made beside the default one; None if the strategy has none of its own."""
     own: timedelta | None = getattr(strategy, "group_timeout", None)
     return own or getattr(strategy, "_timeout", None)
+
+
+def create_for_attempt(
+    environment: ClusterEnvironment | None, backend: str, timeout: timedelta | None, device: torch.device
+) -> None:
+    """Create it in a store of this attempt alone, where torchrun lends one to all; else do nothing, Lightning creates it.
+
+    Raises:
+        RuntimeError: a rank did not come within the timeout.
+    """
+    if environment is None or dist.is_initialized() or not is_lent():
+        return
+    timeout, ranks = timeout or dist.default_pg_timeout, environment.world_size()
+    store = attempt_store(environment.main_address, environment.main_port, environment.global_rank(), ranks, timeout)
+    bound = None if device.type == "cpu" else device
+    _init_dist_connection(environment, backend, store=store, timeout=timeout, device_id=bound)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_freescale._lightning.loader_wrapper import LoaderWrapper
-from lightning_freescale._lightning.loops import Strategy
+from lightning_freescale._lightning.loops import LoaderWrapper, Strategy
 from lightning_freescale.profiling.recording.ddp_exchanges import buffers_on, ddp_waits_on
 from lightning_freescale.profiling.recording.observed_work import replaced
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on

@@ -60,7 +60,7 @@ def _overlap(strategy: Any) -> str | None:
         return None
     if not strategy.overlap:
         return "off"
-    return "impossible" if strategy.overlap_controller is None else "on"
+    return "impossible" if strategy.engine is None else "on"
 
 
 def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:

@@ -11,24 +11,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_freescale._lightning.loops import LightningDataModule, LightningModule
+from lightning_freescale._lightning.loops import LightningDataModule, LightningModule, command_line
 
 
 def run(command: str, arguments: list[str]) -> None:
     """Run the command; exits with 2 and an error message if it cannot."""
     try:
         from jsonargparse import ActionConfigFile
-
-        from lightning_freescale._lightning.cli import LightningArgumentParser, LightningCLI
     except ImportError as error:
         raise SystemExit(f"freescale {command}: {error}. Run pip install 'lightning-freescale[cli]'") from error
 
-    class Parser(LightningArgumentParser):
+    lightning_parser: Any = command_line().LightningArgumentParser
+    lightning_cli: Any = command_line().LightningCLI
+
+    class Parser(lightning_parser):
         def error(self, message: str, ex: Exception | None = None) -> Any:
             super().error(message + _nearest(message, self), ex)
 
-    class FreeScaleCLI(LightningCLI):
-        def init_parser(self, **options: Any) -> LightningArgumentParser:
+    class FreeScaleCLI(lightning_cli):
+        def init_parser(self, **options: Any) -> Parser:
             parser = Parser(**options)
             parser.add_argument("-c", "--config", action=ActionConfigFile, help="a configuration file in YAML")
             return parser

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection as Group
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,9 @@ from lightning_freescale.embeddings.planning import (
 )
 from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, refuse_whole_use, shards_of
 
+Found: TypeAlias = "list[tuple[Collection, Any]]"
+"""Collections of a module, each with what stands there now."""
+
 _ROWS_AT_ONCE = 2**20
 
 
@@ -45,7 +47,7 @@ class TableSharding:
         root: the module, changed in place.
         device: where the shards will live.
         overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
-        embeddings: plain ``nn.Embedding`` modules under ``root`` to shard as well, see :func:`.choose_embeddings`.
+        found: the collections under ``root``, as :func:`.find_collections` returns them; found here if not given.
 
     Attributes:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
@@ -58,9 +60,10 @@ class TableSharding:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False, embeddings: Group[nn.Module] = ()) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False, found: Found | None = None) -> None:
         self.root, self.device, self._overlap = root, device, overlap
-        found = find_collections(root, embeddings)
+        if found is None:
+            found = find_collections(root)
         for collection, _ in found:
             check_tables(collection, overlap)
         self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
@@ -69,6 +72,7 @@ class TableSharding:
         self.in_backward: dict[str, TableOptimizer] = {}
         self.updates: dict[str, int] = {}
         self.parameters: dict[str, nn.Parameter] = {}
+        self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups, with what they held before
         for collection, module, blueprint in self._replaced:
             self.parameters |= collection.parameters(blueprint)
             self._read_weights(collection, module)
@@ -81,9 +85,11 @@ class TableSharding:
             collection.put(root, module, blueprint)
 
     def restore(self) -> None:
-        """Put the collections back that were there before, if an optimizer was refused."""
+        """Put back the collections, and the parameters of an adopted optimizer, if sharding has failed."""
         for collection, module, blueprint in self._replaced:
             collection.put(self.root, blueprint, module)
+        for group, parameters in self._adopted:
+            group["params"] = parameters
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer hold the blueprints in the places of the unsharded weights that it was built over.
@@ -102,6 +108,7 @@ class TableSharding:
             )
         for weight in stands_for:
             optimizer.state.pop(weight, None)
+        self._adopted = [(group, list(group["params"])) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [stands_for.get(weight, weight) for weight in group["params"]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,54 +13,40 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_freescale._lightning.fabric import FabricDDPBase
+from lightning_freescale._lightning.ddp import FabricDDPBase
 from lightning_freescale._lightning.loops import optimizers_to_device
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions
-from lightning_freescale.fabric.loader import CurrentBatch, HandingLoader
+from lightning_freescale.fabric.loop_steps import CurrentBatch, HandingLoader, LoopSteps
 from lightning_freescale.fabric.validation import (
     refuse_data,
     refuse_module,
     refuse_options_of_the_trainer,
+    refuse_several_optimizers,
     refuse_shards_in,
     speaking_of_fabric,
 )
-from lightning_freescale.strategy.clipping import JointClipping
-from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
-from lightning_freescale.strategy.module_setup import (
+from lightning_freescale.training.clipping import JointClipping
+from lightning_freescale.training.lookahead_loader import LookaheadLoader
+from lightning_freescale.training.setup import (
+    TableStrategy,
     collections_of,
-    embedding_group,
-    levels_of,
-    sync_dense,
-    tell_embeddings,
-    tell_of_lazy_updates,
-    tell_of_no_collection,
-    wrap_dense,
-)
-from lightning_freescale.strategy.table_access import TableAccess
-from lightning_freescale.strategy.validation import (
-    no_overlap_because,
-    refuse_exchange,
-    refuse_ids_of,
-    refuse_options,
-    refuse_shard,
+    new_engine,
+    refuse_ddp_options,
     refuse_shared_gpu,
-    refuse_split_backward,
     refuse_unknown_options,
+    shard_tables,
+    table_sharding,
+    tell_embeddings,
+    wrap_dense,
 )
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
-    from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport
-    from lightning_freescale.embeddings.parameter_groups import ParameterGroups
-    from lightning_freescale.embeddings.shards import ShardedTables
-    from lightning_freescale.fabric.table_steps import TableSteps
+    from lightning_freescale.embeddings.overlap import OverlapReport
 
-_EXTRA = "freescale"
-"""Key, in an optimizer's state dict, of what an ordinary one has no place for."""
 _NAME = "FreeScaleFabricStrategy"
 
 
-class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
+class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     """Shards TorchRec embedding collections over all ranks and trains the rest with DDP, in a loop over Lightning Fabric.
 
     Module, optimizer and loop stay as they are under ``"ddp"``: ``fabric.setup(model, optimizer)`` shards, and the optimizer
@@ -72,19 +58,8 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
     error. The loss is multiplied by the weight that a :class:`~lightning_freescale.balance.BalancedSampler` has for the batch.
 
     Args:
-        plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that makes the
-            plan. The default is TorchRec's own planner, restricted to row-wise sharding.
-        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
-        overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
-        dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
-            differ by the order of summation.
-        ids_of: a function that tells the ids which the model will look up in a batch, see
-            :class:`lightning_freescale.FreeScaleStrategy`; by default a method ``embedding_ids`` of the module, or else they
-            are found where they stand in the batch.
-        shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the module, or ``"auto"``; by default none.
-        split_backward: with ``overlap``, have backward compute the gradients of the dense weights last, see
-            :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
-        exchange: ``"flat"``, ``"two_level"`` or ``"torchrec"``, see :class:`lightning_freescale.FreeScaleStrategy`.
+        plan: as ``transport``, ``overlap``, ``dedup``, ``ids_of``, ``shard``, ``split_backward`` and ``exchange``, an option of
+            :class:`lightning_freescale.FreeScaleStrategy`.
         clip_gradients: allow ``fabric.clip_gradients``, over dense part and tables together. No row is updated before all
             gradients are known then, so less of the exchange is hidden.
         **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
@@ -113,24 +88,17 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
             refuse_options_of_the_trainer(ddp_options)
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
-            refuse_options(self.start_method, None)
-            refuse_exchange(exchange, dedup)
-            no_overlap = no_overlap_because(overlap, exchange)
-            refuse_ids_of(ids_of, no_overlap)
-            refuse_split_backward(split_backward, no_overlap)
-            refuse_shard(shard)
+            refuse_ddp_options(self.start_method)
+            self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange)
         if clip_gradients and exchange == "torchrec":
             raise ValueError(
                 f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
                 "gradients could be clipped. Leave one of the two out"
             )
-        self.plan, self.transport = plan, ProcessGroupFreeScaleOptions(transport).transport
-        self.overlap, self.dedup, self.ids_of, self.shard = not no_overlap, dedup, ids_of, shard
-        self.split_backward, self.exchange = split_backward, exchange
         self.clips_gradients = clip_gradients
         self.block_backward_sync(self._accumulating)
         self._module: nn.Module | None = None
-        self._steps: TableSteps | None = None
+        self._steps: LoopSteps | None = None
         self._clipping: JointClipping | None = None
         self._current: CurrentBatch | None = None
         self._at_teardown = ExitStack()
@@ -171,12 +139,7 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         found = self._find(module)
         if not found:
             return super().setup_module_and_optimizers(module, optimizers, scheduler)
-        if len(optimizers) != 1:
-            raise ValueError(
-                f"fabric.setup(model, ...) with {len(optimizers)} optimizers: pass one, with a parameter group for each set of "
-                "parameters (their options may differ), and give tables that need another kind of optimizer theirs before "
-                "by torchrec.optim.apply_optimizer_in_backward"
-            )
+        refuse_several_optimizers(optimizers)
         return self._set_up(module, found, optimizers[0]), optimizers, scheduler
 
     @override
@@ -222,9 +185,8 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        run = partial(super().optimizer_step, optimizer, **kwargs)
-        follows = self._steps is not None and optimizer is self._steps.optimizer
-        return self._steps.optimizer_step(run) if self._steps is not None and follows else run()
+        run, steps = partial(super().optimizer_step, optimizer, **kwargs), self._steps
+        return steps.optimizer_step(run) if steps is not None and optimizer is steps.optimizer else run()
 
     @override
     def clip_gradients_norm(
@@ -291,25 +253,17 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         steps = self._steps
         if steps is None or optimizer is not steps.optimizer:
             return super().get_optimizer_state(optimizer)
-        from lightning_freescale.checkpoint.unsharded import optimizer_state_dict
-
-        steps.drain()
-        state, extra = optimizer_state_dict(steps.tables, steps.groups, super().get_optimizer_state(optimizer))
-        return {**state, _EXTRA: extra}
+        self.drain()
+        return steps.unsharded_state(super().get_optimizer_state(optimizer))
 
     # -- for users
-
-    @override
-    def drain(self) -> None:
-        if self._steps is not None:
-            self._steps.drain()
 
     def finish_overlap(self) -> OverlapReport | None:
         """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.
 
         None without overlap.
         """
-        return None if self._steps is None else self._steps.report()
+        return None if self._steps is None else self._steps.step.report()
 
     # -- parts of the set-up, in their order
 
@@ -320,97 +274,52 @@ class FreeScaleFabricStrategy(TableAccess, FabricDDPBase):
         tell_embeddings(module, self.shard, found, _NAME)
         if found:
             refuse_module(module, found, self.root_device, self.updates_unscaled, self.precision.precision, self.tables)
-        else:
-            tell_of_no_collection()
         return found
 
     def _set_up(self, module: nn.Module, found: list[tuple[Collection, Any]], optimizer: Optimizer | None) -> nn.Module:
-        groups, tables = self._shard(module, found, optimizer)
-        self.tables, self._module = tables, module
-        module.to(self.root_device)
-        names = tables.names_in_module()
-        wrapped = wrap_dense(module, names, self.ddp_device_ids, self.ddp_options)
-        if not isinstance(wrapped, DistributedDataParallel):
-            sync_dense(module, names)
-        self.engine = self._new_engine(tables)
-        if optimizer is not None and groups is not None:
-            optimizers_to_device([optimizer], self.root_device)
-            self._follow_steps(module, wrapped, groups, optimizer)
-        return wrapped
-
-    def _shard(
-        self, module: nn.Module, found: list[tuple[Collection, Any]], optimizer: Optimizer | None
-    ) -> tuple[ParameterGroups | None, ShardedTables]:
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
-        from lightning_freescale.embeddings.sharding import TableSharding
+        from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
+        from lightning_freescale.training.table_step import TableStep
 
-        embeddings = {held for collection, held in found if collection.embedding}
-        sharding = TableSharding(module, self.root_device, self.exchange != "torchrec", embeddings)
-        before = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
-        try:
-            groups, optimizers = None, sharding.in_backward
+        groups = None
+        with table_sharding(module, self.root_device, self, found) as sharding:
             if optimizer is not None:
                 sharding.adopt(optimizer)
                 with speaking_of_fabric():
                     groups = ParameterGroups(optimizer, sharding)
-                optimizers = groups.optimizers
-                tell_of_lazy_updates(optimizers)
-            return groups, sharding.shard(
-                group=embedding_group(None, self.transport, self.root_device, self.group_timeout),
-                local_world_size=self.num_processes,
-                plan=self.plan,
-                optimizers=optimizers,
-            )
-        except BaseException:
-            sharding.restore()
-            for group, given in zip([] if optimizer is None else optimizer.param_groups, before):
-                group["params"] = given
-            raise
-
-    def _new_engine(self, tables: ShardedTables) -> OverlapEngine | None:
-        from lightning_freescale.embeddings.overlap import OverlapEngine
-
-        if self.exchange == "torchrec":
-            return None
-        engine = OverlapEngine(
-            tables,
-            self.dedup,
-            self.group_timeout,
-            self.transport,
-            hold_gradients=self.clips_gradients,
-            exchange=levels_of(self.exchange, self.num_nodes, self.num_processes),
-            ranks_per_node=self.num_processes,
+            tables = shard_tables(sharding, groups, None, self, self.group_timeout, self.num_processes)
+        self.tables, self._module = tables, module
+        module.to(self.root_device)
+        wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self.ddp_options)
+        engine = new_engine(
+            tables, self, self.group_timeout, self.num_nodes, self.num_processes, hold_gradients=self.clips_gradients
         )
-        self._at_teardown.callback(engine.close, farewell=False)
-        return engine
-
-    def _follow_steps(self, module: nn.Module, wrapped: nn.Module, groups: ParameterGroups, optimizer: Optimizer) -> None:
-        from lightning_freescale.fabric.table_steps import TableSteps
-        from lightning_freescale.strategy.early_copy import EarlyCopy
-        from lightning_freescale.strategy.lookahead import Lookahead
-
-        assert self.tables is not None
-        engine, lookahead, early_copy = self.engine, None, None
+        if engine is not None:
+            self._at_teardown.callback(engine.close, farewell=False)
+        if optimizer is None or groups is None:
+            self.table_step = TableStep(tables, engine)
+            return wrapped
+        optimizers_to_device([optimizer], self.root_device)
+        lookahead = early_copy = None
         if engine is not None and self.overlap:
             lookahead = Lookahead(engine, module, self.ids_of, _NAME)
-            early_copy = EarlyCopy(self.root_device) if self.root_device.type == "cuda" else None
-        steps = TableSteps(self.tables, groups, optimizer, engine, lookahead, early_copy, self.split_backward)
-        self._steps = steps
-        wrapped.register_forward_pre_hook(steps.before_forward)
-        wrapped.register_forward_hook(steps.after_forward, always_call=True)
-        # Fabric loads into the optimizer by its own method
-        optimizer.load_state_dict = partial(_load_optimizer, steps)  # type: ignore[method-assign]
-        self._clipping = JointClipping(groups, engine, lambda: optimizer, _CLIP)
+            early_copy = EarlyCopy.for_device(self.root_device)
+        self.table_step = TableStep(
+            tables, engine, groups, lookahead, early_copy=early_copy, split_backward=self.split_backward
+        )
+        self._steps = LoopSteps(self.table_step, optimizer, wrapped)
+        self._clipping = JointClipping(self.table_step, lambda: optimizer, _CLIP)
         self._at_teardown.enter_context(self._clipping.checking_torch())
+        return wrapped
 
     # -- parts of a step
 
     def _take(self, current: CurrentBatch) -> Any:
         if isinstance(current.loader, LookaheadLoader):
             current.loader.start_batch()
-        if self._steps is not None and self._steps.early_copy is not None:
+        if self._steps is not None and self._steps.step.early_copy is not None:
             # on the device before Fabric moves it, so that the ids that the engine was told are those that are looked up
-            current.batch = self.batch_to_device(self._steps.early_copy.take(current.batch))
+            current.batch = self.batch_to_device(self._steps.step.copied(current.batch))
         handed, self._current = current.batch, current
         # its own list of what the batch holds: the loop may pop ids from the batch before they are looked for there
         current.batch = handed.copy() if type(handed) in (dict, list) else handed
@@ -439,13 +348,3 @@ _NOT_HELD = (
     "fabric.clip_gradients(...): the gradients of the embedding tables are not kept until here. Pass "
     f"{_NAME}(clip_gradients=True), and call it in steps that update, between fabric.backward(loss) and optimizer.step()"
 )
-
-
-def _load_optimizer(steps: TableSteps, state: Mapping[str, Any]) -> None:
-    """Load a state dict of the unsharded optimizer, each rank its part of the tables."""
-    from lightning_freescale.checkpoint.unsharded import load_optimizer_state_dict
-
-    full = {name: value for name, value in state.items() if name != _EXTRA}
-    with steps.writing():
-        dense = load_optimizer_state_dict(steps.tables, steps.groups, full, state.get(_EXTRA, {}))
-    type(steps.optimizer).load_state_dict(steps.optimizer, dense)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,16 @@ def refuse_module(
     for collection, held in found:
         if collection.managed:
             refuse_device(collection.path, held, device, True)
+
+
+def refuse_several_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse any number of optimizers but one, by a ValueError."""
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"fabric.setup(model, ...) with {len(optimizers)} optimizers: pass one, with a parameter group for each set of "
+            "parameters (their options may differ), and give tables that need another kind of optimizer theirs before "
+            "by torchrec.optim.apply_optimizer_in_backward"
+        )
 
 
 def refuse_data(loader: Any, world_size: int) -> None:

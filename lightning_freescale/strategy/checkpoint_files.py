@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from lightning_freescale._lightning.loops import Trainer, rank_zero_warn
-from lightning_freescale._lightning.saving import is_last
+from lightning_freescale._lightning.loops import Trainer, is_last, rank_zero_warn
 from lightning_freescale._object_gather import gather_objects
 from lightning_freescale._worker import WorkerThread
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +16,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._lightning.loops import Trainer, ended_inside_epoch, rank_zero_warn, reopen_epoch
-from lightning_freescale._lightning.saving import around_save_checkpoint, is_local, warn_of_what_is_missing
+from lightning_freescale._lightning.loops import (
+    Trainer,
+    around_save_checkpoint,
+    ended_inside_epoch,
+    is_local,
+    rank_zero_warn,
+    reopen_epoch,
+    warn_of_what_is_missing,
+)
 from lightning_freescale.checkpoint.run_state import (
     gather_accumulated,
     gather_random_states,
@@ -26,25 +34,24 @@ from lightning_freescale.checkpoint.run_state import (
     set_random_state,
 )
 from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
-from lightning_freescale.strategy.stopping import StoppingStrategy
-from lightning_freescale.strategy.table_access import TableAccess
+from lightning_freescale.strategy.ddp import TrainerDDP
+from lightning_freescale.training.setup import TableStrategy
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
-    from lightning_freescale.strategy.autopilot import Autopilot
-    from lightning_freescale.strategy.overlap import OverlapController
+    from lightning_freescale.strategy.tuning.autopilot import Autopilot
 
 _EXTRA = "freescale"
 """Checkpoint key of what an ordinary checkpoint has no place for."""
 
 
-class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
+class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
 
     Attributes:
         files: what writes and reads checkpoints.
         groups: which of the user's parameter groups drives which table, while fitting.
-        overlap_controller: drives the engine in a fit; None outside of a fit, and where TorchRec exchanges rows.
+        accumulating: whether no optimizer step follows the batch, or micro-batch, that computes.
         gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
         autopilot: what chooses settings by measurement; None outside of a fit, and where nothing is to be chosen.
         chosen_settings: what the autopilot of the checkpoint's run has found; after a fit, of that one.
@@ -54,21 +61,15 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
         super().__init__(**ddp_options)
         self.files = files
         self.groups: ParameterGroups | None = None
-        self.overlap_controller: OverlapController | None = None
         self.autopilot: Autopilot | None = None
         self.chosen_settings: dict[str, Any] = {}
-        self.gradients_wait = False
+        self.accumulating = self.gradients_wait = False
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
         self._bucket_order: list[str] = []  # of the last fit; names of dense parameters
         self._restored_order: list[str] = []
         self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
-
-    def count_updates(self) -> None:
-        """Count as updates of a table only the steps that had a gradient for it. After a drain."""
-        if self.engine is not None and self.groups is not None:
-            self.groups.uncount(self.engine.take_idle_steps())
 
     def set_up_saving(self, trainer: Trainer) -> None:
         """Have ``trainer.save_checkpoint`` gather a table when it is written, and not before. Collective."""
@@ -100,7 +101,6 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict that the user's optimizer would have unsharded; tables as in the module's. Collective."""
         self.drain()
-        self.count_updates()
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
@@ -197,8 +197,26 @@ class UnshardedCheckpointStrategy(TableAccess, StoppingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self.gradients_wait = self.accumulating
         with noting_order(self.model, self._bucket_order):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self.gradients_wait = False
+        return output
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        # entered for batches and micro-batches that no optimizer step follows
+        outer, self.accumulating = self.accumulating, True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self.accumulating = outer
 
     @override
     def on_train_end(self) -> None:

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from inspect import signature
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import (
     GradientAccumulationScheduler,
     MixedPrecision,
     StochasticWeightAveraging,
     Trainer,
+    rank_zero_warn,
 )
 from lightning_freescale._lightning.weight_averaging import averaging_callbacks
 from lightning_freescale.balance import BalancedSampler
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.collections import Collection
 
 _MOST_DIMS = 16
 _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 
 
-def refuse_unsupported(trainer: Trainer) -> None:
-    """Refuse a fit of a module with embedding collections that would not be exact.
+def refuse_run(
+    trainer: Trainer, found: list[tuple[Collection, Any]], device: torch.device, fitting: bool, by_torchrec: bool
+) -> None:
+    """Check that a run with these collections will be exact, before anything is changed.
 
     Raises:
-        ValueError: a Trainer argument or a feature of the module does not go with fused updates; names it and the fix.
+        ValueError: the data has more ids than a table has rows, a collection does not work on ``device``, or a fit asks for
+            what does not go with tables that are updated during backward.
     """
+    from lightning_freescale.embeddings.id_checks import check_num_embeddings
+    from lightning_freescale.embeddings.managed_collision import refuse_device
+
+    needed = getattr(getattr(trainer, "datamodule", None), "feature_rows", {})
+    check_num_embeddings([collection for collection, _ in found], needed)
+    for collection, held in found:
+        if collection.managed:
+            refuse_device(collection.path, held, device, fitting)
+    if fitting:
+        _refuse_unsupported(trainer)
+        reason = "managed collisions give its rows to other ids during training. Use a plain collection"
+        refuse_averages(trainer, {collection.path: reason for collection, _ in found if collection.managed})
+        refuse_accumulation(trainer, [c for c, _ in found if by_torchrec or c.managed])
+
+
+def _refuse_unsupported(trainer: Trainer) -> None:
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ValueError(
@@ -79,60 +99,6 @@ def named_for_freescale(text: Any) -> Any:
     )
 
 
-def refuse_options(start_method: str, model_averaging_period: int | None) -> None:
-    """Refuse options of DDPStrategy that do not go with sharded tables, by a ValueError."""
-    if start_method != "popen":
-        raise ValueError(
-            f"FreeScaleStrategy(start_method={start_method!r}) would bring shards back to the main process, which cannot hold "
-            "them. Leave start_method out and run a script, or use torchrun"
-        )
-    if model_averaging_period is not None:
-        raise ValueError(
-            f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets dense parameters differ "
-            "between ranks, which sharded tables cannot. Remove it"
-        )
-
-
-def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
-    """Refuse what neither ``strategy``, nor a class it is built on, nor DistributedDataParallel takes.
-
-    Raises:
-        TypeError: names the option and the one that is spelled most like it.
-    """
-    takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
-    names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
-    names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
-    for option in given:
-        if option not in names:
-            near = get_close_matches(option, names, n=1)
-            meant = f"did you mean {near[0]}=?" if near else "see its docstring and DistributedDataParallel's"
-            raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option, {meant}")
-
-
-def no_overlap_because(overlap: bool, exchange: str) -> str:
-    """Return the option with which no exchange is hidden behind compute; empty if there is none."""
-    if exchange == "torchrec":
-        return "FreeScaleStrategy(exchange='torchrec') hides no exchange"
-    return "" if overlap else "FreeScaleStrategy(overlap=False) hides no exchange"
-
-
-def refuse_ids_of(ids_of: Any, no_overlap: str) -> None:
-    """Refuse an ``ids_of`` that would have no effect, by a ValueError, or that is no function, by a TypeError."""
-    if ids_of is not None and not callable(ids_of):
-        raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function of the batch that returns a KeyedJaggedTensor")
-    if no_overlap and ids_of is not None:
-        raise ValueError(f"FreeScaleStrategy(ids_of=...): {no_overlap}, so the next ids have no use. Leave one of the two out")
-
-
-def refuse_split_backward(split_backward: bool, no_overlap: str) -> None:
-    """Refuse a ``split_backward`` that would have no effect, by a ValueError."""
-    if split_backward and no_overlap:
-        raise ValueError(
-            f"FreeScaleStrategy(split_backward={split_backward!r}): {no_overlap}, so nothing travels while backward computes "
-            "the gradients of the weights. Leave one of the two out"
-        )
-
-
 def refuse_target(target: Any) -> None:
     """Refuse a ``target_bubble_reduction`` that is no share, by a ValueError."""
     if target is not None and not 0 < target <= 1:
@@ -140,33 +106,6 @@ def refuse_target(target: Any) -> None:
             f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble that is to go, above 0 and "
             "at most 1, such as 0.9, or None"
         )
-
-
-def refuse_shard(shard: Any) -> None:
-    """Refuse anything but ``"auto"``, None or paths, by a TypeError."""
-    if shard is None or shard == "auto":
-        return
-    if isinstance(shard, str) or not isinstance(shard, Sequence) or not all(isinstance(path, str) for path in shard):
-        example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
-        raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
-
-
-def has_embedding_ids(module: Any) -> bool:
-    """Whether the LightningModule has a method that tells the ids in a batch; an attribute of that name is none."""
-    return callable(getattr(type(module), "embedding_ids", None))
-
-
-def refuse_shared_gpu(error: RuntimeError) -> None:
-    """Say what to do where NCCL has failed because several ranks run on one GPU.
-
-    Raises:
-        RuntimeError: that is why.
-    """
-    if "Duplicate GPU detected" in str(error):
-        raise RuntimeError(
-            'several ranks run on one GPU, which NCCL refuses: FreeScaleStrategy(process_group_backend="gloo"), or a GPU for '
-            "each rank"
-        ) from error
 
 
 def refuse_checkpoint(checkpoint: str) -> None:
@@ -191,17 +130,6 @@ def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:
         )
 
 
-def refuse_exchange(exchange: str, dedup: bool) -> None:
-    """Refuse an ``exchange`` that there is not, or that would not be what another option asks for, by a ValueError."""
-    if exchange not in ("flat", "two_level", "torchrec"):
-        raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat', 'two_level' or 'torchrec'")
-    if exchange == "two_level" and not dedup:
-        raise ValueError(
-            "FreeScaleStrategy(exchange='two_level', dedup=False): sums within a node first are not bitwise TorchRec's. Leave "
-            "one of the two out"
-        )
-
-
 def refuse_sampler(sampler: Any, world_size: int) -> None:
     """Refuse a sampler that plans for another number of ranks, by a ValueError."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:
@@ -221,27 +149,36 @@ def refuse_second_backward(update_due: bool) -> None:
         )
 
 
-def refuse_accumulation(trainer: Trainer, plain: Sequence[str], micro_batches: bool = False) -> None:
+def refuse_accumulation(trainer: Trainer, plain: Sequence[Collection], micro_batches: bool = False) -> None:
     """Refuse accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
 
     Call it during training as well, where a callback may change the Trainer's.
     """
-    cause, fix = accumulated_by(trainer), "accumulate_grad_batches=1 and a larger batch_size"
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [type(each).__name__ for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    cause, fix = "", "accumulate_grad_batches=1 and a larger batch_size"
     if micro_batches:
         cause, fix = "FreeScaleDataModule(micro_batches=...)", "micro_batches=1"
-    if not plain or not cause:
-        return
-    raise ValueError(
-        f"{cause}: collections {list(plain)} are updated during backward, so their gradients cannot be accumulated; only those "
-        "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), tables sharded by rows or whole). "
-        f"Use {fix}"
+    elif schedules:
+        cause = schedules[0]
+    elif trainer.accumulate_grad_batches != 1:
+        cause = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    if plain and cause:
+        paths = [collection.path for collection in plain]
+        raise ValueError(
+            f"{cause}: collections {paths} are updated during backward, so their gradients cannot be accumulated; only those "
+            "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), tables sharded by rows or whole). "
+            f"Use {fix}"
+        )
+
+
+def warn_of_loader(loader: Any) -> None:
+    """Warn that a training loader is none that looks ahead, and why."""
+    why = (
+        "the training loader was made before the module had its embedding collections (read "
+        "trainer.estimated_stepping_batches in configure_optimizers, or make them in __init__)"
     )
-
-
-def accumulated_by(trainer: Trainer) -> str:
-    """Return what has gradients of several batches added up before an optimizer step; empty if nothing has."""
-    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    if schedules:
-        return type(schedules[0]).__name__
-    batches = trainer.accumulate_grad_batches
-    return f"Trainer(accumulate_grad_batches={batches})" if batches != 1 else ""
+    if isinstance(loader, (dict, list, tuple)):
+        kind = type(loader).__name__
+        why = f"the training batches come from a {kind} of loaders, whose next batch is not known (use one DataLoader)"
+    rank_zero_warn(f"{why}: the embedding exchange is not overlapped with compute")

@@ -132,7 +132,7 @@ def _overlap(**options: Any) -> dict[str, Any]:
     fabric = fabric_for(**options)
     model, optimizer, loader = set_up(fabric, steps=STEPS)
     losses = run_loop(fabric, model, optimizer, loader)
-    statistics = fabric.strategy._steps.engine.statistics()
+    statistics = fabric.strategy.engine.statistics()
     report = fabric.strategy.finish_overlap()
     return {"losses": losses, "statistics": statistics, "steps": report.steps, **whole(fabric, model, optimizer)}
 
@@ -161,7 +161,7 @@ def _unknown_loader() -> tuple[list[float], float, bool]:
         warnings.simplefilter("always")
         losses = run_loop(fabric, model, optimizer, fixed_loader(fabric.global_rank, STEPS).dataset.batches[:4])
     told = any("fabric.setup_dataloaders(loader)" in str(each.message) for each in caught)
-    return losses, fabric.strategy._steps.engine.statistics()["predicted_lookups"], told
+    return losses, fabric.strategy.engine.statistics()["predicted_lookups"], told
 
 
 def test_batches_of_other_loaders_are_exact_and_told() -> None:

@@ -61,8 +61,8 @@ class CountingModel(Recommender):
 
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
-        if isinstance(strategy, FreeScaleStrategy) and strategy.overlap_controller is not None:
-            self.statistics = strategy.overlap_controller.engine.statistics()
+        if isinstance(strategy, FreeScaleStrategy) and strategy.engine is not None:
+            self.statistics = strategy.engine.statistics()
 
 
 def exchange_threads() -> list[str]:
@@ -77,7 +77,7 @@ def fit(module: Any, loader: Any, validation: Any = None, ckpt_path: Any = None,
         warnings.simplefilter("always")
         fitting.fit(module, loader, validation, ckpt_path=ckpt_path)
     if isinstance(fitting.strategy, FreeScaleStrategy):
-        assert fitting.strategy.overlap_controller is None, "the engine ends with the fit"
+        assert fitting.strategy.engine is None, "the engine ends with the fit"
     state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
     messages = [str(one.message) for one in caught]
     return Run(module.losses, state["state_dict"], state["optimizer_states"], module.statistics, messages, exchange_threads())

@@ -66,9 +66,9 @@ class PlainModel(L.LightningModule):
         return OPTIMIZERS[self.optimizer]([{"params": [self.encoder.hidden.weight], "lr": 0.02}, {"params": tables}])
 
     def on_train_end(self) -> None:
-        controller = getattr(self.trainer.strategy, "overlap_controller", None)
-        if controller is not None:
-            self.statistics = controller.engine.statistics()
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            self.statistics = engine.statistics()
 
 
 class PlainBatches(list):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_freescale.balance import MicroBatchSchedule
-from lightning_freescale.strategy import autopilot
-from lightning_freescale.strategy.autopilot import Autopilot
-from lightning_freescale.strategy.setting_trial import LONGEST, MEASURED, Measured, Measurements, compare
+from lightning_freescale.strategy.tuning import autopilot
+from lightning_freescale.strategy.tuning.autopilot import Autopilot
+from lightning_freescale.strategy.tuning.setting_trial import LONGEST, MEASURED, Measured, Measurements, compare
 
 Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
@@ -62,7 +62,7 @@ class Run:
         self.schedule = MicroBatchSchedule("auto", 4)
         if target is not None:
             self.schedule.settle(1)
-        self.controller = SimpleNamespace(split_backward=False)
+        self.table_step = SimpleNamespace(split_backward=False)
         self.logged: list[dict[str, float]] = []
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
         strategy = SimpleNamespace(root_device="cpu")
@@ -73,7 +73,7 @@ class Run:
             settings,
             {name: values[0] for name, values in settings.items()},
             schedule=self.schedule,
-            controller=self.controller,
+            table_step=self.table_step,
             times=self.times,
             target=target,
         )
@@ -92,8 +92,8 @@ class Run:
             last = self.autopilot._turns.last
             if not self.trials or last is not self.trials[-1]:
                 self.trials.append(last)
-            self.seen.append((self.controller.split_backward, count))
-            self.clock.now += self.seconds(self.controller.split_backward, count)
+            self.seen.append((self.table_step.split_backward, count))
+            self.clock.now += self.seconds(self.table_step.split_backward, count)
             if self.validates(step):
                 self.autopilot.pause()
             if self.validates(step) or step == self.epoch_of - 1:

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
-from lightning_freescale.strategy import autopilot, cost_calibrator, setting_trial
+from lightning_freescale.strategy.tuning import autopilot, cost_calibrator, setting_trial
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_modules import AsksEarly
 from tests.helpers.overlap_training import CountingModel, assert_same

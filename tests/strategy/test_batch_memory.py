@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_freescale.strategy.lookahead_loader import LookaheadLoader
+from lightning_freescale.training.lookahead_loader import LookaheadLoader
 
 FILLED = "fills the same memory"
 

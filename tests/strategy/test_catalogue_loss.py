@@ -20,8 +20,8 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.losses import catalogue_cross_entropy
 from lightning_freescale.metrics import catalogue_ranks
-from lightning_freescale.strategy import overlap
 from lightning_freescale.testing import run_distributed
+from lightning_freescale.training import table_step
 from tests.checkpoint.test_resume_inside_a_window import SaveAfterBatches
 from tests.helpers.fabric_loop import fabric_for
 from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures, fit, fit_all
@@ -60,7 +60,7 @@ class NextItem(L.LightningModule):
 
     def on_train_end(self) -> None:
         if isinstance(self.trainer.strategy, FreeScaleStrategy):
-            self.statistics = self.trainer.strategy.overlap_controller.engine.statistics()
+            self.statistics = self.trainer.strategy.engine.statistics()
 
 
 def _last(model: NextItem, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -490,7 +490,7 @@ def test_a_loop_over_fabric() -> None:
 
 def _messages(positions_of: type[NextItem]) -> list[str]:
     messages: list[str] = []
-    overlap.rank_zero_info = messages.append
+    table_step.rank_zero_info = messages.append
     fit(positions_of("linear"), _loader(), strategy=FreeScaleStrategy(shard=["item_emb"]))
     return [text for text in messages if "softmax" in text]
 

@@ -50,9 +50,9 @@ class Sampled(L.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
     def on_train_end(self) -> None:
-        controller = getattr(self.trainer.strategy, "overlap_controller", None)
-        if controller is not None:
-            self.statistics = controller.engine.statistics()
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            self.statistics = engine.statistics()
 
 
 def sampled_softmax(model: Sampled, batch: Batch) -> Tensor:

@@ -22,8 +22,7 @@ from lightning_freescale.balance.calibration import Calibration
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
 from lightning_freescale.strategy import balance_monitor
-from lightning_freescale.strategy.compute_times import ComputeTimes
-from lightning_freescale.strategy.cost_calibrator import PredictedAndMeasured
+from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes, PredictedAndMeasured
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import StopAt, trainer
 from tests.strategy.test_balance_monitor import Kept

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale._lightning.loops import leaves_transfer_alone
 from lightning_freescale.balance import MicroBatches
-from lightning_freescale.strategy.early_copy import EarlyCopy
 from lightning_freescale.testing import run_distributed
+from lightning_freescale.training.lookahead import EarlyCopy
 from tests.helpers.fabric_loop import fabric_for, run_loop, set_up
 from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit, my_loader
@@ -55,7 +55,7 @@ def _fit(early: bool, parts: int) -> tuple[Run, list[int]]:
     if early:
         install(Accesses())
         device = Device()
-        EarlyCopy.for_trainer = classmethod(lambda cls, trainer: cls(CPU))
+        EarlyCopy.for_device = classmethod(lambda cls, *_: cls(CPU))
     run = fit(module, loader, strategy=FreeScaleStrategy())
     return run, [] if device is None else [device.copied[source] for source in sources]
 
@@ -78,9 +78,9 @@ def _by_fabric(early: bool) -> tuple[list[float], dict[str, Tensor], list[int]]:
     if early:
         install(Accesses())
         device = Device()
-        fabric.strategy._steps.early_copy = EarlyCopy(CPU)
+        fabric.strategy.table_step.early_copy = EarlyCopy(CPU)
     losses = run_loop(fabric, model, optimizer, loader)
-    statistics = fabric.strategy._steps.engine.statistics()
+    statistics = fabric.strategy.engine.statistics()
     assert statistics["mispredicted_lookups"] == 0 and statistics["predicted_lookups"] > 0
     weights = fabric.strategy.get_module_state_dict(model._forward_module)
     return losses, weights, [] if device is None else [device.copied[source] for source in sources]
@@ -157,8 +157,6 @@ def test_hooks_around_the_copy_are_left_alone(
     plugin = L.Trainer(accelerator="cpu", precision=precision, logger=False, barebones=True).precision_plugin
     trainer: Any = SimpleNamespace(lightning_module=module(), datamodule=data and data(), precision_plugin=plugin)
     assert leaves_transfer_alone(trainer) is alone
-    trainer.strategy = SimpleNamespace(root_device=CPU)
-    assert EarlyCopy.for_trainer(trainer) is None, "there is no copy on CPU"
+    assert EarlyCopy.for_device(CPU, alone) is None, "there is no copy on CPU"
     monkeypatch.setattr(torch.cuda, "Stream", ClockStream)
-    trainer.strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    assert (EarlyCopy.for_trainer(trainer) is not None) is alone
+    assert (EarlyCopy.for_device(torch.device("cuda", 0), alone) is not None) is alone

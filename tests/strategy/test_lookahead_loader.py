@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_freescale._lightning.stages import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.strategy.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
+from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 from tests.helpers.recommender import trainer
 
 

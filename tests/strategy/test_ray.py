@@ -64,7 +64,7 @@ def test_ray_trains_as_without_and_its_checkpoint_is_ordinary(tmp_path: Path) ->
 def test_ray_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of three workers, of which Lightning knows this one's device."""
     train = pytest.importorskip("ray.train")
-    from lightning_freescale.ray import RayFreeScaleStrategy
+    from lightning_freescale.strategy.ray import RayFreeScaleStrategy
 
     context = SimpleNamespace(get_local_world_size=lambda: 3, get_world_size=lambda: 6)
     monkeypatch.setattr(train, "get_context", lambda: context)
@@ -77,6 +77,6 @@ def test_ray_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "lightning_freescale.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_freescale.strategy.ray", raising=False)
     with pytest.raises(ImportError, match=r"lightning-freescale\[ray\]"):
-        import lightning_freescale.ray  # noqa: F401
+        import lightning_freescale.strategy.ray  # noqa: F401

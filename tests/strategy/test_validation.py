@@ -23,8 +23,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale.data import BalanceOptions
-from lightning_freescale.strategy.validation import refuse_options
 from lightning_freescale.testing import run_distributed
+from lightning_freescale.training.setup import refuse_ddp_options
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
@@ -203,7 +203,7 @@ def test_refused_by_the_constructor(options: dict[str, Any], error: type[Excepti
 def test_options_of_ddp() -> None:
     FreeScaleStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, process_group_backend="gloo")
     with pytest.raises(ValueError, match="start_method='fork'"):
-        refuse_options("fork", None)
+        refuse_ddp_options("fork")
 
 
 def test_unweighted_scales_no_loss() -> None:

@@ -31,7 +31,7 @@ class Hashed(L.LightningModule):
         return self.tables(ids)["item"].values().square().mean()
 
     def on_train_end(self) -> None:
-        self.counts = self.trainer.strategy.overlap_controller.engine.statistics()
+        self.counts = self.trainer.strategy.engine.statistics()
         ids = KeyedJaggedTensor(["item"], torch.arange(4), lengths=torch.tensor([1, 3]))
         names = {"trainer": self.trainer, "torch": torch, "model": self.tables, "batches_of_this_rank": [ids, ids]}
         page.python(names)

@@ -139,7 +139,7 @@ class NotesOrder(CountingModel):
 
     def _note(self, weight: Tensor) -> None:
         strategy: Any = self.trainer.strategy
-        engine = strategy.overlap_controller.engine
+        engine = strategy.engine
         self.handed_over.append(all(each.step.gradient_sent for each in engine.collections.values()))
 
     def on_fit_end(self) -> None:

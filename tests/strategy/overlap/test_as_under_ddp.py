@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torchrec.optim import apply_optimizer_in_backward
 
-from lightning_freescale.strategy import module_setup
 from lightning_freescale.testing import run_distributed
+from lightning_freescale.training import setup
 from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
 from tests.helpers.managed_tables import managed_collection
@@ -296,7 +296,7 @@ def test_torchs_functions_are_their_own_again() -> None:
 
 def _on_one_node() -> tuple[list[str], float]:
     messages: list[str] = []
-    module_setup.rank_zero_info = messages.append
+    setup.rank_zero_info = messages.append
     run = Case(options={"max_epochs": 1}).fit({"exchange": "two_level"})
     return messages, run.statistics["cross_node_bytes"]
 

@@ -1,13 +1,19 @@
-"""A line of a callback beside the Trainer's progress bar."""
+"""Lines that a callback shows beside the Trainer's progress bar, or writes to Lightning's log."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import logging
+import sys
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero
+
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale.profiling.recording.observed_work import replaced
+
+_LOG = logging.getLogger(rank_zero.__name__)
 
 
 class ProgressLine:
@@ -43,3 +49,25 @@ class ProgressLine:
     def show(self, text: str) -> None:
         """Replace the text; the bar shows it when it is drawn next."""
         self._text = text
+
+
+def log_but_on_terminal(text: str) -> None:
+    """Log a line where Lightning's own go, but not to the terminal, for what is printed there anyway; call it on rank 0."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    record = _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, text, (), None)
+    for handler in _handlers(_LOG):
+        if record.levelno >= handler.level and not _is_terminal(handler):
+            handler.handle(record)
+
+
+def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _is_terminal(handler: logging.Handler) -> bool:
+    # rich's handler has its stream in a console
+    stream: Any = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

@@ -1,21 +1,23 @@
-"""DDP whose ranks stop at the same batch when one is told to, and which names the rank that has failed."""
+"""DDP whose ranks stop at the same batch, and whose errors name the cause and the fix in this strategy's words."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
 from lightning_freescale.comm.faults.rank_notices import RankNotices, notices_of_ranks
-from lightning_freescale.strategy.validation import named_for_freescale
+from lightning_freescale.strategy.validation import named_for_freescale, refuse_several_optimizers, refuse_unequal_shapes
+from lightning_freescale.training.setup import refuse_shared_gpu
 
 
-class StoppingStrategy(DDPBase):
-    """DDP that notes where the ranks can stop, and what ended the first of them.
+class TrainerDDP(DDPBase):
+    """DDP that knows where the ranks can stop, and what ended the first of them.
 
     Attributes:
         at_teardown: what to undo when the Trainer is done, the latest first. Whoever overrides ``teardown`` closes it.
@@ -29,7 +31,11 @@ class StoppingStrategy(DDPBase):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except RuntimeError as error:
+            refuse_shared_gpu(error)
+            raise
         self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
         if self._notices is not None:
             self.at_teardown.callback(self._close_notices, self._notices)
@@ -41,6 +47,26 @@ class StoppingStrategy(DDPBase):
         self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
         self.at_teardown.enter_context(self._stop_points.running())
         self.at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            refuse_several_optimizers(error, trainer.lightning_module)
+            raise
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Lightning truncates the mean of integers, such as the numbers of samples that weigh what ranks have logged
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("avg", "mean"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        refuse_unequal_shapes(tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_freescale.strategy import FreeScaleStrategy
+from lightning_freescale.strategy.freescale import FreeScaleStrategy
 
 try:
     import ray.train
     from ray.train.lightning import RayDDPStrategy
 except ImportError as error:
-    raise ImportError(f"lightning_freescale.ray needs Ray Train ({error}): pip install 'lightning-freescale[ray]'") from error
+    raise ImportError(
+        f"lightning_freescale.strategy.ray needs Ray Train ({error}): pip install 'lightning-freescale[ray]'"
+    ) from error
 
 
 class RayFreeScaleStrategy(FreeScaleStrategy, RayDDPStrategy):

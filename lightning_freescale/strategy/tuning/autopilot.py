@@ -13,12 +13,19 @@ from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.micro_batches import Turns
 from lightning_freescale.profiling.recording.clocks import clock_for
-from lightning_freescale.strategy.choosable_settings import MICRO_BATCHES, SPLIT_BACKWARD
-from lightning_freescale.strategy.compute_times import ComputeTimes
-from lightning_freescale.strategy.setting_trial import MEASURED, Measurements, SettingComparison, SettingTrial, compare
+from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes
+from lightning_freescale.strategy.tuning.setting_trial import (
+    MEASURED,
+    Measurements,
+    SettingComparison,
+    SettingTrial,
+    compare,
+)
 
 if TYPE_CHECKING:
-    from lightning_freescale.strategy.overlap import OverlapController
+    from lightning_freescale.training.table_step import TableStep
+
+SPLIT_BACKWARD, MICRO_BATCHES = "split_backward", "micro_batches"
 
 Values: TypeAlias = dict[str, Any]
 """A value for each setting, by its name."""
@@ -71,7 +78,7 @@ class Autopilot:
         settings: the values that each setting may have, by its name and in the order in which they are tried.
         start: the values at the beginning.
         schedule: of the micro-batches, if they are among the settings.
-        controller: switches ``split_backward``.
+        table_step: its ``split_backward`` is switched.
         gather: returns the values of all ranks, see :func:`.gather_objects`; None if there is one rank.
         times: tell what part of a step is compute; needed for a target.
         target: share of the bubble that is enough to remove; None for one trial of each setting.
@@ -84,14 +91,14 @@ class Autopilot:
         start: Values,
         *,
         schedule: MicroBatchSchedule | None = None,
-        controller: OverlapController | None = None,
+        table_step: TableStep | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
         times: ComputeTimes | None = None,
         target: float | None = None,
     ) -> None:
         self._trainer, self._settings, self._target = trainer, settings, target
         self._schedule = schedule if MICRO_BATCHES in settings else None
-        self._controller = controller if SPLIT_BACKWARD in settings else None
+        self._table_step = table_step if SPLIT_BACKWARD in settings else None
         self._gather_objects, self._times = gather, times
         self._clock = clock_for(torch.device(trainer.strategy.root_device))
         self._progress = Progress(dict(start), dict(start), list(settings), Counter())
@@ -127,8 +134,8 @@ class Autopilot:
             measured, number = self._turns.measured(epoch, step), 0 if self._times is None else self._times.step
             if not self._trial.start_step(epoch, step, measured, cost, number):
                 self._decide(epoch, step)
-        if self._controller is not None:
-            self._controller.split_backward = self._turns.candidate(epoch, step)[SPLIT_BACKWARD]
+        if self._table_step is not None:
+            self._table_step.split_backward = self._turns.candidate(epoch, step)[SPLIT_BACKWARD]
 
     def pause(self) -> None:
         """Leave the step that is under way out: something else runs in it."""

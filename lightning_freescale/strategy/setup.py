@@ -1,0 +1,149 @@
+"""The set-up of a Trainer's run with sharded tables: check, shard, wrap, and start the exchange."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_freescale._lightning.loops import (
+    Trainer,
+    after_evaluation_batches,
+    leaves_transfer_alone,
+    optimizers_to_device,
+    reload_train_loader,
+)
+from lightning_freescale._lightning.weight_averaging import average_shards, averaging_callbacks
+from lightning_freescale.strategy.clipping import clip_options, refuse_clipping
+from lightning_freescale.strategy.tuning.tuner import settle_without_exchange
+from lightning_freescale.strategy.validation import refuse_averages, refuse_run
+from lightning_freescale.training.setup import (
+    materialize,
+    new_engine,
+    refuse_ddp_options,
+    shard_tables,
+    sync_dense,
+    table_sharding,
+    wrap_dense,
+)
+
+if TYPE_CHECKING:
+    from lightning_freescale.embeddings.collections import Collection
+    from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.profiling.recording.timeline import Timeline
+    from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
+    from lightning_freescale.training.table_step import TableStep
+
+
+def set_up_tables(
+    strategy: UnshardedCheckpointStrategy,
+    trainer: Trainer,
+    found: list[tuple[Collection, Any]],
+    timeline: Timeline,
+    fitting: bool,
+) -> TableStep:
+    """Shard the collections ``found`` in the LightningModule, wrap the rest in DDP, and return the step of the tables.
+
+    Collective; in place of what DDPStrategy does at set-up.
+
+    Raises:
+        ValueError: the run would not be exact, or an optimizer cannot update sharded tables.
+    """
+    module, device = trainer.lightning_module, strategy.root_device
+    assert strategy.accelerator is not None
+    refuse_run(trainer, found, device, fitting, strategy.exchange == "torchrec")
+    refuse_ddp_options(*strategy.unsupported_options)
+    strategy.accelerator.setup(trainer)
+    materialize(module, device, leave={child for _, held in found for child in held.modules()})
+    if fitting:
+        strategy.apply_layer_sync(module)
+    strategy.tables = tables = _shard(strategy, trainer, module, found, fitting)
+    module.to(device)
+    names = tables.names_in_module()
+    if not fitting:
+        strategy.model = module
+        sync_dense(module, names)
+        strategy.setup_precision_plugin()
+        return _new_table_step(strategy, trainer, tables, timeline, fitting)
+    strategy.model = wrap_dense(module, names, strategy.determine_ddp_device_ids(), strategy.ddp_options)
+    if isinstance(strategy.model, DistributedDataParallel):
+        strategy.register_ddp_hooks()
+    strategy.setup_precision_plugin()
+    optimizers_to_device(strategy.optimizers, device)
+    if callbacks := averaging_callbacks(trainer):
+        from lightning_freescale.strategy.weight_averaging import ShardAverages, unfit_for_averages
+
+        refuse_averages(trainer, unfit_for_averages(tables))
+        for callback in callbacks:
+            average_shards(callback, partial(ShardAverages, strategy, tables, callback.state_key))
+    return _new_table_step(strategy, trainer, tables, timeline, fitting)
+
+
+def settle_micro_batches(trainer: Trainer, step: TableStep, no_overlap: str) -> str:
+    """Return why no exchange is hidden, or not that of all collections, and use one micro-batch then; empty if it is."""
+    reason = no_overlap
+    if not reason and step.plain:
+        reason = f"TorchRec updates collections {[collection.path for collection in step.plain]} during backward"
+    if settle_without_exchange(trainer.train_dataloader, reason):
+        reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
+    return reason
+
+
+def _shard(
+    strategy: UnshardedCheckpointStrategy,
+    trainer: Trainer,
+    module: nn.Module,
+    found: list[tuple[Collection, Any]],
+    fitting: bool,
+) -> ShardedTables:
+    from lightning_freescale.embeddings.parameter_groups import ParameterGroups
+    from lightning_freescale.embeddings.shards import ShardedTables
+
+    earlier = ShardedTables.from_collections(found)
+    if earlier is not None and not fitting and earlier.device == strategy.root_device:
+        return earlier
+    by_torchrec = strategy.exchange == "torchrec"
+    try:
+        with table_sharding(module, strategy.root_device, strategy, found) as sharding:
+            if fitting:
+                strategy.setup_optimizers(trainer)  # over blueprints: configure_optimizers is called once, before sharding
+                strategy.groups = ParameterGroups(strategy.optimizers[0], sharding)
+                refuse_clipping(trainer, [c for c, _ in found if by_torchrec or c.managed], strategy.groups.optimizers)
+            groups = strategy.groups if fitting else None
+            return shard_tables(sharding, groups, earlier, strategy, strategy.group_timeout, strategy.num_processes)
+    except BaseException:
+        strategy.optimizers = []  # their states may be those of blueprints, which teardown cannot move
+        raise
+
+
+def _new_table_step(
+    strategy: UnshardedCheckpointStrategy, trainer: Trainer, tables: ShardedTables, timeline: Timeline, fitting: bool
+) -> TableStep:
+    from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
+    from lightning_freescale.training.table_step import TableStep
+
+    clips = clip_options(trainer, strategy.groups.optimizers) if fitting and strategy.groups is not None else {}
+    engine = new_engine(tables, strategy, strategy.group_timeout, strategy.num_nodes, strategy.num_processes, **clips)
+    if engine is not None:
+        strategy.at_teardown.callback(engine.close, farewell=not fitting)  # training ends with a report of all ranks
+        strategy.at_teardown.enter_context(after_evaluation_batches(trainer, engine.serve_evaluation))
+    if not fitting:
+        return TableStep(tables, engine)
+    lookahead = early_copy = None
+    if engine is not None and strategy.overlap:
+        lookahead = Lookahead(engine, trainer.lightning_module, strategy.ids_of)
+        early_copy = EarlyCopy.for_device(strategy.root_device, leaves_transfer_alone(trainer))
+    # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
+    unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
+    return TableStep(
+        tables,
+        engine,
+        strategy.groups,
+        lookahead,
+        early_copy=early_copy,
+        timeline=timeline,
+        split_backward=strategy.split_backward,
+        split_windows=engine is not None and not unused and strategy.world_size > 1,
+    )

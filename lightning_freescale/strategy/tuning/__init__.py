@@ -1,0 +1,1 @@
+"""Settings and costs that a fit chooses by measuring its own steps."""

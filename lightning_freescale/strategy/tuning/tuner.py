@@ -1,0 +1,209 @@
+"""Measure the steps of a fit, fit the costs of samples to them, and choose settings by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale._object_gather import gather_objects
+from lightning_freescale.balance import MicroBatchSchedule
+from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.datamodule import FreeScaleDataModule
+from lightning_freescale.profiling.recording.collectives import collectives_on
+from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.strategy.tuning.autopilot import MICRO_BATCHES, SPLIT_BACKWARD, Autopilot
+from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes, CostCalibrator
+
+if TYPE_CHECKING:
+    from lightning_freescale.training.table_step import TableStep
+
+
+class Tuner:
+    """Times the steps of a fit for the calibrator of costs and for the autopilot.
+
+    Creating it is collective. It is created at set-up, not where training starts: a hook of the user's that fails there would
+    leave the other ranks waiting for a process group.
+
+    Args:
+        trainer: the Trainer.
+        timeline: where the strategy's compute times are recorded.
+        timeout: of its exchanges.
+        at_teardown: ends what it has started.
+
+    Attributes:
+        group: gloo's, of all ranks, for measurements alone: they must not queue behind training's collectives. None for a
+            single rank.
+        autopilot: chooses settings; None if nothing is to be chosen.
+    """
+
+    def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta, at_teardown: ExitStack) -> None:
+        self._trainer, self._timeline, self._at_teardown = trainer, timeline, at_teardown
+        self.group: dist.ProcessGroup | None = None
+        self.autopilot: Autopilot | None = None
+        self._times: ComputeTimes | None = None
+        self._calibrator: CostCalibrator | None = None
+        if dist.is_initialized() and trainer.world_size > 1:
+            self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            at_teardown.callback(dist.destroy_process_group, self.group)
+        if _calibrated_data(trainer) is not None:
+            self.record_steps()
+
+    def record_steps(self) -> None:
+        """Have the strategy stamp the timeline from now on, unless a profiler does."""
+        if not self._timeline.enabled:
+            self._timeline.enable(self._trainer.strategy.root_device)
+            self._at_teardown.enter_context(stages_on(self._timeline, self._trainer.strategy))
+            self._at_teardown.enter_context(collectives_on(self._timeline))
+
+    def start(
+        self, table_step: TableStep | None, target: float | None, hides_nothing: str, chosen: Mapping[str, Any]
+    ) -> Autopilot | None:
+        """Begin to measure, once the Trainer has its loader, and return the autopilot, if there is one.
+
+        Args:
+            table_step: the step of the sharded tables; None if there are none.
+            target: the share of the bubble that the autopilot removes; None for no autopilot.
+            hides_nothing: why no exchange is hidden, or not that of all collections; empty if it is.
+            chosen: what the autopilot of the checkpoint's run has found.
+        """
+        self._times = ComputeTimes(self._timeline) if self._timeline.enabled else None
+        self._calibrator, data = None, _calibrated_data(self._trainer)
+        if data is not None and self._times is not None and self.group is not None:
+            self._calibrator = CostCalibrator(self._trainer, data, self._times, self.group)
+        self.autopilot = self._new_autopilot(table_step, target, hides_nothing)
+        if self.autopilot is not None and target is not None:
+            self.autopilot.load_state_dict(chosen)
+        self._at_teardown.callback(self.stop)
+        return self.autopilot
+
+    def start_step(self, sampler: Any, step: int) -> None:
+        """Begin the ``step``-th step of ``sampler``, before ``training_step``. Collective where something is decided."""
+        if self._times is not None:
+            self._times.start_step()
+        with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
+            if self._calibrator is not None:
+                self._calibrator.start_step(sampler, step)
+            if self.autopilot is not None:
+                cost = 0.0
+                if not self.autopilot.frozen and hasattr(sampler, "balance"):
+                    balance = sampler.balance(step)
+                    # a candidate must not be credited with less padding: that is what it is tried for
+                    cost = balance.cost if balance.padding is not None else balance.balanced * balance.cost
+                self.autopilot.start_step(getattr(sampler, "epoch", self._trainer.current_epoch), step, cost)
+            if not self._is_measuring:
+                self._stop_times()
+
+    def pause(self) -> None:
+        """Note that validation runs in the step which is under way."""
+        if self.autopilot is not None:
+            self.autopilot.pause()
+
+    def end_training(self) -> None:
+        """Report what was found, and stop."""
+        if self._calibrator is not None:
+            self._calibrator.end_training()
+        if self.autopilot is not None:
+            self.autopilot.end_training()
+        self.stop()
+
+    def stop(self) -> None:
+        """Give up measurements; also after training that failed."""
+        self._stop_times()
+        self._calibrator = None
+
+    @property
+    def _is_measuring(self) -> bool:
+        calibrates = self._calibrator is not None and not self._calibrator.stopped
+        return calibrates or (self.autopilot is not None and not self.autopilot.frozen)
+
+    def _stop_times(self) -> None:
+        if self._times is not None:
+            self._times.stop()
+            self._times = None
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else gather_objects(value, self.group)
+
+    def _new_autopilot(self, step: TableStep | None, target: float | None, hides_nothing: str) -> Autopilot | None:
+        schedule = schedule_of(self._trainer.train_dataloader)
+        settings: dict[str, Sequence[Any]] = {}  # the values of each; first the one that changes no bits
+        start: dict[str, Any] = {}
+        if target is not None and step is not None and step.overlapped and step.looks_ahead:
+            settings[SPLIT_BACKWARD], start[SPLIT_BACKWARD] = [False, True], step.split_backward
+        if schedule is not None and target is None and not schedule.decided:
+            settings[MICRO_BATCHES], start[MICRO_BATCHES] = schedule.candidates, 1
+        elif schedule is not None and target is not None and len(schedule.candidates) > 1 and not hides_nothing:
+            settings[MICRO_BATCHES], start[MICRO_BATCHES] = schedule.candidates, schedule.chosen
+        if target is not None:
+            _tell_choice(target, settings, hides_nothing)
+        if not settings:
+            return None
+        times = None if target is None else self._times
+        return Autopilot(
+            self._trainer,
+            settings,
+            start,
+            schedule=schedule,
+            table_step=step,
+            gather=self._gather,
+            times=times,
+            target=target,
+        )
+
+
+def _calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
+    """Return the data module, if it is ours, its costs are to be fitted, and there are ranks to balance."""
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, FreeScaleDataModule) or trainer.world_size == 1:  # which has nothing to balance
+        return None
+    return data if isinstance(data.train, MapStyleData) and data.train.calibrates else None
+
+
+def schedule_of(loader: Any) -> MicroBatchSchedule | None:
+    """Return the schedule that a training loader cuts its batches by, if there is one."""
+    schedule = getattr(getattr(loader, "sampler", None), "micro_batches", None)
+    return schedule if isinstance(schedule, MicroBatchSchedule) else None
+
+
+def settle_without_exchange(loader: Any, reason: str) -> bool:
+    """Choose one micro-batch for ``"auto"``, if there is a ``reason`` why more cannot help; return whether that was news.
+
+    Whatever a checkpoint has brought: in the run that wrote it, there may have been something to hide.
+    """
+    schedule = schedule_of(loader)
+    if not reason or schedule is None or not schedule.auto or schedule.chosen == 1:
+        return False
+    schedule.settle(1)
+    instead = f", and not {schedule.measured} as measured in the run that wrote the checkpoint" if schedule.measured else ""
+    rank_zero_info(f"FreeScaleDataModule(micro_batches='auto'): 1, because {reason}{instead}")
+    return True
+
+
+def hold_micro_batches(loader: Any, kept: Mapping[str, Any]) -> None:
+    """Have ``"auto"`` wait until it is tried, with the number that was ``kept`` so far, or else with one."""
+    schedule = schedule_of(loader)
+    if schedule is not None and schedule.auto:
+        kept_number = kept.get(MICRO_BATCHES)
+        if kept_number in schedule.candidates:
+            schedule.settle(kept_number)
+        elif not schedule.decided:
+            schedule.settle(1)
+
+
+def _tell_choice(target: float, settings: Mapping[str, Sequence[Any]], hides_nothing: str) -> None:
+    """Say what the autopilot chooses from, and what from it does not."""
+    if not settings:
+        rank_zero_info(
+            f"FreeScaleStrategy(target_bubble_reduction={target:g}): there is nothing to choose from, because {hides_nothing}"
+        )
+        return
+    values = "; ".join(f"{name} from {', '.join(map(str, values))}" for name, values in settings.items())
+    why_not = hides_nothing or "FreeScaleDataModule(micro_batches='auto') has not been asked for, or leaves one number only"
+    left_out = "" if MICRO_BATCHES in settings else f". Not micro_batches, because {why_not}"
+    rank_zero_info(f"FreeScaleStrategy(target_bubble_reduction={target:g}): chooses {values}{left_out}")

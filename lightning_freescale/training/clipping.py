@@ -1,0 +1,128 @@
+"""Clip the gradients of the dense part and of the sharded tables together, as in the unsharded module."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning_freescale.training.table_step import TableStep
+
+_TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_)
+
+
+class JointClipping:
+    """Clips the gradients of the dense part and of the tables together.
+
+    The gradient of a table is in no parameter's ``grad``: the owners of its rows have it. So torch's own functions would miss
+    it; where the unsharded module would have had it among what they are given, they are refused.
+
+    Args:
+        step: has the gradients of the tables.
+        optimizer: returns the user's optimizer.
+        way: how to clip both, for errors.
+    """
+
+    def __init__(self, step: TableStep, optimizer: Callable[[], Optimizer], way: str) -> None:
+        self._step, self._optimizer, self._way = step, optimizer, way
+        self._clipping = False
+
+    def by_norm(
+        self, parameters: list[Tensor], limit: float, not_held: str, check: Callable[[list[Tensor]], Any] | None = None
+    ) -> Tensor:
+        """Clip by the 2-norm of all gradients, and return it; it goes to ``check`` before.
+
+        Raises:
+            ValueError: those of the tables are not kept, which is told as ``not_held``.
+        """
+        engine = self._step.engine
+        if engine is None or not engine.holds_gradients:
+            raise ValueError(not_held)
+        engine.end_backward()
+        dense = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        square_sum = engine.square_sum()
+        total = (square_sum + dense.to(square_sum).square()).sqrt().to(dense.dtype)
+        if check is not None:
+            check([total])
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        engine.scale_gradients(torch.clamp(limit / (total + 1e-6), max=1.0))  # as torch does in the line before
+        return total
+
+    def tables_by_value(self, limit: float, not_held: str) -> None:
+        """Limit every element of the tables' gradients; for errors see :meth:`by_norm`."""
+        engine = self._step.engine
+        if engine is not None and engine.updates and engine.clip_value == limit:
+            return  # done wherever a row is updated
+        if engine is None or not engine.holds_gradients:
+            raise ValueError(not_held)
+        engine.end_backward()
+        engine.clamp_gradients(limit)
+
+    def tables(self) -> list[tuple[Tensor, int]]:
+        """Return the tables that the unsharded module's optimizer would clip now, each with its parameter group."""
+        groups = self._step.groups
+        assert groups is not None
+        found = [(weight, groups.optimizers.get(key)) for key, weight in groups.weights.items()]
+        trained = [(weight, how.group) for weight, how in found if how is not None and weight.requires_grad]
+        return [(weight, group) for weight, group in trained if group is not None]
+
+    @contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Let torch's functions be called for the dense part."""
+        self._clipping = True
+        try:
+            yield
+        finally:
+            self._clipping = False
+
+    @contextmanager
+    def checking_torch(self) -> Iterator[None]:
+        """Refuse torch's functions meanwhile where they would have clipped tables in the unsharded module."""
+        with ExitStack() as stack:
+            for function in _TORCHS:
+                stack.enter_context(_checked(function, self._refuse_without_tables))
+            yield
+
+    def _refuse_without_tables(self, name: str, parameters: list[Tensor], limit: float) -> None:
+        if self._clipping or math.isinf(limit):  # the latter only finds the norm
+            return
+        tables, given = self.tables(), set(map(id, parameters))
+        param_groups = self._optimizer().param_groups
+        dense = [param_groups[group]["params"] for group in {group for _, group in tables}]  # the tables were among them
+        whole_group = any(p is parameters or (p and given.issuperset(map(id, p))) for p in dense)
+        if whole_group or any(id(weight) in given for weight, _ in tables):
+            raise ValueError(
+                f"torch's {name}(parameters, {limit}) sees the gradients of the dense part alone, those of the "
+                f"embedding tables are with the ranks that own the rows. {self._way}"
+            )
+
+
+@contextmanager
+def _checked(function: Any, check: Callable[[str, list[Tensor], float], None]) -> Iterator[None]:
+    """Have ``check`` called before a function of torch's meanwhile, also for those who have imported it by name."""
+    # its decorator keeps the function itself in a cell of its closure, which is where all calls come by
+    cell = dict(zip(function.__code__.co_freevars, function.__closure__))["func"]
+    run, signature = cell.cell_contents, inspect.signature(function)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        parameters = given["parameters"]
+        if not isinstance(parameters, list):
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            given["parameters"] = parameters or given["parameters"]  # torch warns of an empty generator
+        limit = given["clip_value"] if "clip_value" in given else given["max_norm"]
+        check(function.__name__.removeprefix("_"), parameters, float(limit))
+        return run(**given)
+
+    cell.cell_contents = checked
+    try:
+        yield
+    finally:
+        cell.cell_contents = run

@@ -1,0 +1,280 @@
+"""The step of sharded tables: the one owner of the overlap engine, whichever loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning_freescale._lightning.loops import rank_zero_info
+from lightning_freescale.balance.micro_batches import MicroBatches
+from lightning_freescale.embeddings.optimizer import UpdateSettings
+from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
+from lightning_freescale.embeddings.parameter_groups import ParameterGroups
+from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale.profiling.recording.timeline import Timeline
+from lightning_freescale.training.lookahead import EarlyCopy, Ids, Lookahead
+from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN
+
+
+class TableStep:
+    """Fetches, exchanges and updates the rows of sharded tables, in the steps of one run.
+
+    A loop reports its events in this order::
+
+        step.start_batch(batch, following)         # a batch is available, and what follows it
+        step.before_forward(batch, updates=True)
+        with step.forward():
+            loss = model(batch)
+        step.end_forward()                         # before backward
+        with step.backward(updates=True):
+            loss.backward()                        # after it, gradients are handed over
+        step.step_done()                           # after optimizer.step()
+
+    A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
+    training, only :meth:`drain`, :meth:`writing` and the engine are used.
+
+    Args:
+        tables: the sharded tables of the module.
+        engine: exchanges their rows; None if TorchRec does.
+        groups: which of the optimizer's parameter groups drives which table; None outside of training.
+        lookahead: finds the ids of the next batch; None if no exchange is overlapped with compute.
+        early_copy: copies the next batch to the device; None if it must not be copied early.
+        timeline: where waits for rows are recorded.
+        split_backward: whether backward computes the gradients of the dense weights last.
+        split_windows: whether the weight gradients of all micro-batches of a step wait for the last one.
+
+    Attributes:
+        tables, engine, groups, early_copy, split_backward: as given; ``split_backward`` may change between two steps.
+        overlapped: paths of the collections that the engine updates.
+        plain: paths of the collections that TorchRec updates during backward.
+        update_due: whether a backward has been computed whose optimizer step is still to come.
+    """
+
+    def __init__(
+        self,
+        tables: ShardedTables,
+        engine: OverlapEngine | None,
+        groups: ParameterGroups | None = None,
+        lookahead: Lookahead | None = None,
+        *,
+        early_copy: EarlyCopy | None = None,
+        timeline: Timeline | None = None,
+        split_backward: bool = False,
+        split_windows: bool = False,
+    ) -> None:
+        self.tables, self.engine, self.groups = tables, engine, groups
+        self.early_copy, self.split_backward = early_copy, split_backward
+        self.overlapped = frozenset() if engine is None else frozenset(engine.modules)
+        self.plain = [collection for collection, _ in tables.modules if collection.path not in self.overlapped]
+        self.update_due = False
+        self._lookahead, self._timeline = lookahead, timeline or Timeline()
+        self._window = WindowGradients() if split_windows else None
+        self._settings: Mapping[str, UpdateSettings] = {}  # what the tables are updated with in the current step
+        self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
+        self._part = 0
+        self._told_of_parts: list[Ids] = []  # of the current batch, but the first
+        self._following: Any = UNKNOWN  # the batch after the current one
+        self._batch: Any = None  # the micro-batch that computes
+        self._comes_ahead = self._restart = self._updates = self._stated_sizes = False
+        self._logged: dict[str, float] | None = None
+        if timeline is not None and engine is not None:
+            for collection in engine.collections.values():
+                collection.observe(timeline)
+
+    # -- events of a step, in their order
+
+    def take_loaded(self, batch: MicroBatches) -> None:
+        """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
+        self._told_of_parts = [] if self._lookahead is None else [self._lookahead.tell(part) for part in batch.batches[1:]]
+
+    def copied(self, batch: Any) -> Any:
+        """Return the copy on the device of a batch, if there is one already, else the batch."""
+        return batch if self.early_copy is None else self.early_copy.take(batch)
+
+    def start_batch(self, batch: Any, following: Any, comes_ahead: bool = True, restart: bool = True) -> None:
+        """Note that a step on ``batch`` begins.
+
+        Args:
+            batch: as the step gets it.
+            following: the next batch as it comes out of the loader, or ENDED, or UNKNOWN.
+            comes_ahead: whether the loop knows batches before their step at all.
+            restart: whether the gradients of batches before are zero.
+        """
+        self._parts, self._following = _parts(batch), following
+        self._comes_ahead, self._restart = comes_ahead, restart
+        self._start_part(0)
+
+    def _start_part(self, index: int) -> None:
+        self._part, batch = index, self._parts[index]
+        if self._lookahead is not None:
+            self._lookahead.asked = False
+        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
+        self._batch = batch.copy() if type(batch) in (dict, list) else batch
+
+    def before_forward(self, batch: Any, updates: bool) -> None:
+        """Begin the exchange of a forward, and submit the ids that are known of what comes after it.
+
+        Args:
+            batch: what the forward computes: the batch, or one of its micro-batches.
+            updates: whether an optimizer step follows it.
+        """
+        index = next((i for i, part in enumerate(self._parts) if part is batch), self._part)
+        if index != self._part:
+            self._start_part(index)
+        self._updates, groups, lookahead = updates, self.groups, self._lookahead
+        assert groups is not None
+        with self._timeline.span("host", "embeddings: before the step"):
+            self._settings = settings = groups.settings()
+            self.tables.prepare_update(settings, skip=self.overlapped)
+            if self.engine is None:
+                return
+            agreed = self.engine.begin_step(
+                {} if lookahead is None else self._known_ids(lookahead),
+                updates=updates,
+                settings=settings,
+                step=groups.step,
+                restart=self._restart and index == 0,
+                modes=None if lookahead is None else lookahead.proposals(),
+            )
+            if lookahead is not None:
+                lookahead.agreed_modes = agreed
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context of the forward."""
+        if not (self.split_backward and self.overlapped):
+            return nullcontext()
+        if self._window is not None and len(self._parts) > 1:
+            return WeightGradientsLast(self._window, last=self._is_last_part)
+        # nobody waits for gradients that no optimizer step follows
+        return WeightGradientsLast() if self._updates else nullcontext()
+
+    def end_forward(self) -> None:
+        """End the lookups of a forward, and learn where the ids stood that the model has looked up."""
+        engine, lookahead = self.engine, self._lookahead
+        if engine is None:
+            return
+        with self._timeline.span("host", "embeddings: ids of the next step"):
+            if lookahead is None:
+                engine.end_forward()
+            else:
+                lookahead.learn(engine.lookups(), self._batch, self._comes_ahead)
+                engine.submit_next_ids({}, lookahead.modes())
+                engine.end_forward()
+                lookahead.give_notice()
+            if not self._stated_sizes:
+                texts = [text for module in engine.modules.values() for text in module.sizes_of_losses()]
+                self._stated_sizes = bool(texts)
+                for text in texts:
+                    rank_zero_info(f"strategy 'freescale': {text}")
+
+    def follow_settings(self, *_: Any) -> None:
+        """Update tables with the options that the user has set since the step began; call it before backward."""
+        if self.engine is not None and self.groups is not None:
+            self._settings = self.engine.follow_settings(self._settings, self.groups.settings())
+
+    @contextmanager
+    def backward(self, updates: bool) -> Iterator[None]:
+        """Enter this around backward; it hands the gradients over."""
+        self.update_due = updates
+        try:
+            with nullcontext() if self._window is None else self._window.backward():
+                yield
+            self.end_backward()
+        except RuntimeError:
+            if self.engine is not None:
+                self.engine.raise_errors()  # DDP fails when a rank has gone; the exchange may know why it has
+            raise
+
+    def end_backward(self) -> None:
+        """Hand over what backward has not handed over itself."""
+        if self.engine is None:
+            return
+        with self._timeline.span("host", "embeddings: gradients handed over"):
+            self.engine.end_backward()
+            if self._window is not None and self._is_last_part:
+                self._window.close()
+
+    def step_done(self) -> None:
+        """Update the tables after an optimizer step, also after one without backward, and count the step.
+
+        Raises:
+            ValueError: an option was changed after the tables' gradients had been sent.
+        """
+        assert self.groups is not None
+        if self.engine is not None:
+            self.end_backward()
+            self.engine.apply_gradients()
+        if self.update_due:
+            self.groups.refuse_late_changes(self._settings)
+        self.groups.count_step(self.tables.idle_tables(self.update_due, self.overlapped))
+        self.update_due = False
+
+    # -- between steps
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the rows of the next batch are fetched while this one computes."""
+        return self._lookahead is not None
+
+    def give_up_lookahead(self, reason: str) -> None:
+        """Overlap no exchange from here on."""
+        if self._lookahead is not None:
+            self._lookahead.give_up(reason)
+
+    def drain(self) -> None:
+        """Wait until every update of the steps so far is in the tables. Collective.
+
+        Only the steps that had a gradient for a table count as its updates.
+        """
+        if self.engine is not None:
+            self.engine.drain()
+            if self.groups is not None:
+                self.groups.uncount(self.engine.take_idle_steps())
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Enter this around writes to the tables by hand, on every rank."""
+        return nullcontext() if self.engine is None else self.engine.writing()
+
+    def report(self) -> OverlapReport | None:
+        """Return the means over all ranks and steps so far, after a drain. Collective. None without overlap."""
+        self.drain()
+        if self.engine is None or self._lookahead is None:
+            return None
+        return OverlapReport.from_totals(self.engine.mean_statistics())
+
+    def report_of_rank(self) -> OverlapReport | None:
+        """Return this rank's means over the steps since the last call; None without overlap, or without steps."""
+        if self.engine is None or self._lookahead is None:
+            return None
+        totals = self.engine.statistics()
+        report, self._logged = OverlapReport.from_totals(totals, self._logged), totals
+        return report
+
+    # -- the ids of the next batch
+
+    def _known_ids(self, lookahead: Lookahead) -> Ids | None:
+        """Return the ids that are known of the next micro-batch; None if there is none.
+
+        One of the same step is as the step gets it. The next step's is as it comes out of the loader: the hooks that prepare
+        it have not run.
+        """
+        if not self._is_last_part:
+            if lookahead.asked:
+                return {}
+            return lookahead.known_ids(self._told_of_parts[self._part], self._parts[self._part + 1])
+        if self._following is ENDED:
+            return None
+        if self._following is UNKNOWN or lookahead.asked:
+            return {}
+        told = lookahead.tell(_parts(self._following)[0])
+        on_device = self._following if self.early_copy is None else self.early_copy.start(self._following)
+        return lookahead.known_ids(told, _parts(on_device)[0])
+
+    @property
+    def _is_last_part(self) -> bool:
+        return self._part + 1 >= len(self._parts)
+
+
+def _parts(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
