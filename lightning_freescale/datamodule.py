@@ -17,10 +17,10 @@ from lightning_freescale._lightning.loops import (
     Trainer,
     TrainerFn,
     batches_per_optimizer_step,
-    ended_inside_epoch,
     rank_zero_info,
     rank_zero_warn,
     reload_train_loader,
+    training_position,
 )
 from lightning_freescale.balance import BalancedSampler, BlockShuffle
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
@@ -33,13 +33,13 @@ from lightning_freescale.data.interactions import (
     read_interactions,
 )
 from lightning_freescale.data.iterable import IterableData
-from lightning_freescale.data.map_style import MapStyleData
+from lightning_freescale.data.map_style import MapStyleData, describe_budget
 from lightning_freescale.data.options import BalanceOptions
 from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
 from lightning_freescale.data.plan_arguments import PlanArguments
 from lightning_freescale.data.streaming import BalancedStreamLoader
-from lightning_freescale.data.streaming.reader import needed_arguments
-from lightning_freescale.data.validation import LossReduction, check_loader_options, is_stream, size_of
+from lightning_freescale.data.streaming.reader import unusable_state
+from lightning_freescale.data.validation import LossReduction, check_loader_options, is_stream
 
 
 class FreeScaleDataModule(LightningDataModule):
@@ -51,22 +51,16 @@ class FreeScaleDataModule(LightningDataModule):
         lengths: history length of every training sample, shape ``[samples]``, or a function of one sample. A stream needs a
             function; a map-style data set is read once for it, on every rank.
         batch_size: samples per rank and step; with ``batch_tokens`` only in validation, test and predict.
-        cost: predicted compute time. ``"auto"``: ``CostModel()`` of the lengths; on several ranks under strategy
-            ``"freescale"`` compute times are measured, until a fit to them improves no more, and from the next epoch on the
-            steps are planned by the fit, if it predicts times clearly better. The ranks agree on it, checkpoints keep it.
-            From epoch 1 on the plan then depends on the clock, and **two runs agree to rounding, not to the bit**. For runs
-            that **repeat to the bit** pass ``balance=BalanceOptions(calibrate=False)``, which stays with ``CostModel()``, or
-            another cost: a function of the array of lengths, or the costs themselves, shape ``[samples]``, or without
-            ``lengths`` a function of one sample (reads a map-style data set once). Streams are not measured.
+        cost: predicted compute time of a sample: a function of the array of lengths, the costs themselves, shape ``[samples]``,
+            or without ``lengths`` a function of one sample. ``"auto"`` begins with ``CostModel()`` of the lengths. On several
+            ranks under strategy ``"freescale"`` the costs are then fitted to measured compute times. From epoch 1 on the plan
+            depends on the clock, and **two runs agree to rounding, not to the bit**. Runs **repeat to the bit** with
+            ``balance=BalanceOptions(calibrate=False)`` or another cost. Streams are not measured.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-        val_dataset, test_dataset, predict_dataset: map-style, every sample is loaded once. Prediction loads in order.
-            Validation and test load in order, too, unless batches are known to be padded to their longest sample
-            (``BalanceOptions(padding="batch")``, or found out while training). Samples of similar length then share a batch,
-            which is padded less. This needs an attribute ``lengths`` of the data set, shape ``[samples]``; the data sets of
-            :meth:`from_interactions` and :meth:`from_parquet` have it. Batches keep their number and sizes, so means
-            over samples change by rounding alone. A mean over targets does so if it is logged with ``batch_size=`` the number
-            of targets. ``limit_val_batches`` and ``limit_test_batches`` select the same samples. Prediction is not grouped,
-            because outputs of ``predict_step`` may be anything, and ``trainer.predict`` could not restore their order.
+        val_dataset, test_dataset, predict_dataset: map-style; every sample is loaded once, in order. Where batches are padded
+            to their longest sample, and the data set has an attribute ``lengths`` of shape ``[samples]``, samples of similar
+            length share a batch in validation and test. Batches keep their number and sizes, so means over samples change by
+            rounding alone. Log a mean over targets with ``batch_size=`` the number of targets.
         balance: whether samples are assigned by cost; :class:`~lightning_freescale.data.BalanceOptions` say how. ``False``
             leaves them on the ranks as drawn. The samples of a step are the same either way.
         loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
@@ -81,17 +75,12 @@ class FreeScaleDataModule(LightningDataModule):
             and limit determine how many samples each rank computes; the loss is weighed accordingly. Long and short histories
             are spread evenly over the steps. ``BalanceOptions(tokens=costs)`` limits the cost of a step instead. Needs a
             map-style data set.
-        micro_batches: cut each rank's batch of a step into so many parts of about equal cost, and compute them one after the
-            other. No row is updated between them, so the exchange of all but the first and the last can hide,
-            whatever rows collide, and activations take less memory. Lightning sees one batch: ``batch_idx``, ``global_step``,
-            schedulers, logging and checkpoints are those of the undivided step, and so is its gradient, to rounding, for losses
-            that are a mean (or sum) over samples or targets. ``training_step`` runs once for each part. **Losses that look
-            across the samples of a batch**, such as in-batch negatives, and batch normalization see a part only: leave it at 1
-            for those. ``"auto"`` tries the divisors of ``batch_size`` up to 8 in turn during the first steps, and continues
-            with the quickest; with 1, if none wins 1 % or more, if they cannot be timed, or if no exchange is hidden. Needs
-            strategy ``"freescale"``. A step has fewer where a rank has fewer samples that weigh something in the loss. Numbers
-            that are logged on steps are shown as the parts' mean; log one that is a sum, such as the loss with
-            ``loss_reduction="sum"``, with ``reduce_fx="sum"``.
+        micro_batches: the number of parts of about equal cost into which each rank's batch of a step is cut. The parts are
+            computed one after the other with one update of the tables, which hides more of the exchange and takes less memory.
+            The gradient is that of the undivided step, to rounding, for losses that are a mean (or sum) over samples or
+            targets. **Losses that look across the samples of a batch**, such as in-batch negatives, and batch normalization
+            see a part only: leave it at 1 for those. ``"auto"`` measures the divisors of ``batch_size`` up to 8 and keeps the
+            quickest. Needs strategy ``"freescale"``. Log sums on steps with ``reduce_fx="sum"``.
         drop_last: leave out an incomplete last step.
         shuffle: draw a new order every epoch, of all samples or as :class:`~lightning_freescale.balance.BlockShuffle` says; a
             stream keeps its own order.
@@ -147,7 +136,6 @@ class FreeScaleDataModule(LightningDataModule):
         self.val_dataset, self.test_dataset, self.predict_dataset = val_dataset, test_dataset, predict_dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
-        self.loss_reduction = loss_reduction
         self.balance_options = arguments.options
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
@@ -156,7 +144,8 @@ class FreeScaleDataModule(LightningDataModule):
         self.train: IterableData | MapStyleData
         if is_stream(train_dataset):
             self.train = IterableData(train_dataset, arguments, collate_fn, loader_options.get("num_workers", 0))
-            _warn_of_needed_arguments(train_dataset)
+            if warning := unusable_state(train_dataset):
+                rank_zero_warn(warning)
             return
         self.train = MapStyleData(train_dataset, arguments)
         if isinstance(train_dataset, IterableDataset):
@@ -269,7 +258,7 @@ class FreeScaleDataModule(LightningDataModule):
         if trainer is not None:
             if isinstance(train, MapStyleData) and not weighs:
                 train.forget_choices()  # of a checkpoint
-            _refuse_trainer(trainer, self.balance_options.calibrate, self.loss_reduction, train)
+            self._check_trainer(trainer, train)
             epoch = trainer.current_epoch
         if isinstance(train, IterableData):
             timeout = None if trainer is None else process_group_timeout(trainer.strategy)
@@ -283,13 +272,24 @@ class FreeScaleDataModule(LightningDataModule):
         if settles and (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
             rank_zero_info(f"FreeScaleDataModule: {choice}")
         self._reload_next_epoch(train.epoch_is_cut_anew)
-        if sampler.batches.fill is not None:
-            counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
-            rank_zero_info(
-                f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, "
-                f"which use {sampler.batches.fill:.1%} of the budget"
-            )
+        if (budget := describe_budget(sampler)) is not None:
+            rank_zero_info(budget)
         return BalancedDataLoader.from_sampler(train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
+
+    def _check_trainer(self, trainer: Trainer, train: IterableData | MapStyleData) -> None:
+        """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
+        if overfit := getattr(trainer, "overfit_batches", 0):
+            raise ValueError(
+                f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
+                "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
+            )
+        if not getattr(trainer.strategy, "weighs_loss", False):
+            self._arguments.check_plain_strategy(trainer.world_size, train.assignment_mode)
+        elif self.balance_options.calibrate and trainer.world_size == 1:
+            rank_zero_warn(
+                "BalanceOptions(calibrate=True) measures nothing on a single rank, which has no other rank to share samples "
+                "with: use Trainer(devices=2) or more, or leave it out"
+            )
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return a loader of this rank's part of the validation samples, each once, in order or grouped by length."""
@@ -308,22 +308,14 @@ class FreeScaleDataModule(LightningDataModule):
         dataset = getattr(self, name)
         if dataset is None:
             return []
-        rank, world_size = self._rank_and_world_size()
-        if (samples := size_of(dataset, name)) < world_size:
-            raise ValueError(
-                f"FreeScaleDataModule({name}=...): {samples} samples for {world_size} ranks, and every rank needs at least "
-                f"one. Use at most {samples} devices, or add samples"
-            )
+        groups = limit is not None and self._arguments.balances
         sampler = EvaluationSampler(
+            name,
             dataset,
-            samples,
             self.batch_size,
-            is_padded=lambda: (
-                limit is not None and self._arguments.balances and getattr(self.train, "padding", "none") == "batch"
-            ),
+            *self._rank_and_world_size(),
+            is_padded=lambda: groups and getattr(self.train, "padding", "none") == "batch",
             limit=1.0 if limit is None else getattr(self.trainer, limit, 1.0),
-            num_replicas=world_size,
-            rank=rank,
         )
         return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
@@ -362,12 +354,8 @@ class FreeScaleDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training stands in its data; the same on every rank. Collective for streams."""
-        loop: Any = cast(Any, self.trainer).fit_loop
-        epochs = loop.epoch_progress.current
-        cut = ended_inside_epoch(cast(Any, self.trainer))
-        inside = cut or epochs.ready > epochs.processed  # else the batches counted are those of the epoch before
-        batches = loop.epoch_loop.batch_progress.current.processed if inside else 0
-        state = self.train.state_dict(epochs.processed - cut, batches, self._rank_and_world_size()[1])
+        epoch, batches = training_position(cast(Trainer, self.trainer))
+        state = self.train.state_dict(epoch, batches, self._rank_and_world_size()[1])
         return {**state, "micro_batches": self.train.micro_batches.measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -409,44 +397,3 @@ class FreeScaleDataModule(LightningDataModule):
         elif not needed and self._reload_every is not None:
             trainer.reload_dataloaders_every_n_epochs = self._reload_every
             self._reload_every = None
-
-
-def _warn_of_needed_arguments(dataset: IterableDataset[Any]) -> None:
-    needed = needed_arguments(getattr(dataset, "state_dict", dict))
-    if needed:
-        rank_zero_warn(
-            f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have, so it is not "
-            "called. To resume inside an epoch, the samples that were read before are read again and discarded. With a "
-            "state_dict() without arguments the data set would continue where it was"
-        )
-
-
-def _refuse_trainer(trainer: Trainer, calibrate: bool | None, loss_reduction: str, train: IterableData | MapStyleData) -> None:
-    """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
-    overfit = getattr(trainer, "overfit_batches", 0)
-    if overfit:
-        raise ValueError(
-            f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
-            "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
-        )
-    if getattr(trainer.strategy, "weighs_loss", False):
-        if calibrate and trainer.world_size == 1:
-            rank_zero_warn(
-                "BalanceOptions(calibrate=True) measures nothing on a single rank, which has nobody to share samples with: use "
-                "Trainer(devices=2) or more, or leave it out"
-            )
-        return
-    if max(train.micro_batches.candidates) > 1:
-        raise ValueError(
-            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'): other strategies know batches only"
-        )
-    if calibrate:
-        raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
-    mode = train.assignment_mode
-    weighed = loss_reduction in ("target_mean", "sum") or (loss_reduction == "sample_mean" and mode in ("slack", "free"))
-    if trainer.world_size > 1 and weighed:
-        raise ValueError(
-            f"FreeScaleDataModule(loss_reduction={loss_reduction!r}) with BalanceOptions(assignment_mode={mode!r}) needs "
-            "Trainer(strategy='freescale') to weigh each rank's loss; this strategy averages the ranks' losses as they are. "
-            "Use loss_reduction='unweighted' if that is what you want"
-        )

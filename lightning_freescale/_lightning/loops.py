@@ -176,6 +176,14 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
     return ended and begun and cast(Any, epochs).processed == epochs.ready and not batches.is_last_batch
 
 
+def training_position(trainer: Trainer) -> tuple[int, int]:
+    """Return the epoch in which training is, and how many of its batches are processed."""
+    loop: Any = trainer.fit_loop
+    epochs, cut = loop.epoch_progress.current, ended_inside_epoch(trainer)
+    inside = cut or epochs.ready > epochs.processed  # otherwise the batches counted are those of the epoch before
+    return epochs.processed - cut, loop.epoch_loop.batch_progress.current.processed if inside else 0
+
+
 def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
     """Make of the loops' state behind an epoch that the end of the fit has cut short what it was behind its last batch.
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_freescale.balance import BalancedSampler, MicroBatches
 from lightning_freescale.balance.solver import Ints
+from lightning_freescale.data.validation import size_of
 
 _WINDOW_STEPS = 64
 """So many steps exchange samples: few are padded then, and files are still read nearly in order."""
@@ -21,29 +22,37 @@ class EvaluationSampler(BalancedSampler):
     Batches keep their number and sizes. No batch has more padded tokens than the largest one in order.
 
     Args:
-        dataset: has ``samples`` samples. Its ``lengths``, shape ``[samples]``, are read when samples are grouped. Its
+        name: argument of the data module, for errors.
+        dataset: map-style. Its ``lengths``, shape ``[samples]``, are read when samples are grouped. Its
             ``samples_in_memory``, if it has that, says how many samples that follow each other it reads quickly.
-        samples: number of samples.
         batch_size: samples per rank and step.
+        rank, world_size: the own rank, and the number of ranks.
         is_padded: returns whether batches are padded to their longest sample. Ranks must agree at the start of an epoch.
         limit: how many steps are evaluated, or as a float, which share of them. These keep their samples.
-        num_replicas, rank: as in :class:`BalancedSampler`.
+
+    Raises:
+        ValueError: a rank would have no sample.
     """
 
     def __init__(
         self,
+        name: str,
         dataset: Any,
-        samples: int,
         batch_size: int,
+        rank: int,
+        world_size: int,
         *,
         is_padded: Callable[[], bool],
         limit: int | float,
-        num_replicas: int,
-        rank: int,
     ) -> None:
+        if (samples := size_of(dataset, name)) < world_size:
+            raise ValueError(
+                f"FreeScaleDataModule({name}=...): {samples} samples for {world_size} ranks, and every rank needs at least "
+                f"one. Use at most {samples} devices, or add samples"
+            )
         self._dataset, self._is_padded, self._limit = dataset, is_padded, limit
         self._grouped: Ints | None = None
-        super().__init__(np.zeros(samples), batch_size, num_replicas=num_replicas, rank=rank, shuffle=False, balance=False)
+        super().__init__(np.zeros(samples), batch_size, num_replicas=world_size, rank=rank, shuffle=False, balance=False)
 
     def __iter__(self) -> Iterator[list[int] | MicroBatches]:
         if self._grouped is None and self._is_padded():

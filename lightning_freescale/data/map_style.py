@@ -291,6 +291,17 @@ def map_style_data(trainer: Any) -> MapStyleData | None:
     return train if isinstance(train, MapStyleData) else None
 
 
+def describe_budget(sampler: BalancedSampler) -> str | None:
+    """Return how many samples the steps have within the budget; None without one."""
+    if sampler.batches.fill is None:
+        return None
+    counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
+    return (
+        f"{len(sampler)} steps an epoch of {' or '.join(map(str, counts))} samples on {sampler.num_replicas} ranks, which use "
+        f"{sampler.batches.fill:.1%} of the budget"
+    )
+
+
 def _budget(given: PlanArguments, tokens: Any) -> Budget | None:
     """Return the tokens that a rank may hold in a step, None if a step has a fixed number of samples."""
     if given.batch_tokens is None:

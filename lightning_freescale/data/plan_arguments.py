@@ -64,6 +64,26 @@ class PlanArguments:
         """Return the numbers of micro-batches of a new fit."""
         return MicroBatchSchedule(self.micro_batches, self._most_micro_batches)
 
+    def check_plain_strategy(self, world_size: int, assignment_mode: str) -> None:
+        """Check that a strategy can train that neither weighs the losses of the ranks nor measures times.
+
+        Raises:
+            ValueError: an argument needs strategy ``"freescale"``.
+        """
+        if max(self.new_schedule().candidates) > 1:
+            raise ValueError(
+                "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'): other strategies know batches only"
+            )
+        if self.options.calibrate:
+            raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times")
+        reduction, unequal = self.loss_reduction, assignment_mode in ("slack", "free")
+        if world_size > 1 and (reduction in ("target_mean", "sum") or (reduction == "sample_mean" and unequal)):
+            raise ValueError(
+                f"FreeScaleDataModule(loss_reduction={reduction!r}) with BalanceOptions(assignment_mode={assignment_mode!r}) "
+                "needs Trainer(strategy='freescale') to weigh each rank's loss; this strategy averages the ranks' losses as "
+                "they are. Use loss_reduction='unweighted' if that is what you want"
+            )
+
     @property
     def _most_micro_batches(self) -> int:
         return self.batch_size if self.batch_tokens is None else MOST_TRIED

@@ -188,8 +188,8 @@ class StreamSource(IterableDataset[Any]):
         name = type(self.dataset).__name__
         if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
             return f"{name} has no state_dict and load_state_dict"
-        needed = ", ".join(needed_arguments(self.dataset.state_dict))
-        return f"{name}.state_dict needs {needed}, which nobody here knows" if needed else ""
+        needed = ", ".join(_needed_arguments(self.dataset.state_dict))
+        return f"{name}.state_dict needs {needed}, which the loader does not have" if needed else ""
 
     def first_place(self) -> dict[str, Any]:
         """Return the place at the start of an epoch."""
@@ -315,7 +315,19 @@ class RemainingParts:
         )
 
 
-def needed_arguments(function: Callable[..., Any]) -> list[str]:
+def unusable_state(dataset: IterableDataset[Any]) -> str:
+    """Return a warning if the state of a data set cannot be asked for although it keeps one; "" otherwise."""
+    needed = _needed_arguments(getattr(dataset, "state_dict", dict))
+    if not needed:
+        return ""
+    return (
+        f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have, so it is not called. "
+        "To resume inside an epoch, the samples that were read before are read again and discarded. With a state_dict() "
+        "without arguments the data set would continue where it was"
+    )
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that a call of the function cannot do without."""
     try:
         parameters = inspect.signature(function).parameters.values()
