@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
-from lightning_freescale.balance.simulation.forecast import forecast
+from lightning_freescale.balance.simulate import forecast
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 

@@ -20,7 +20,7 @@ import numpy as np
 from lengths import read_lengths
 
 from lightning_freescale.balance import BalancedSampler, BalanceReport, CostModel
-from lightning_freescale.balance.prediction import PLANNED_STEPS, report_steps
+from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, report_plans
 
 SIMULATE = """
 import sys, time
@@ -47,7 +47,7 @@ def main() -> None:
         name, lengths = read_lengths(path)
         costs = CostModel.from_config(256)(lengths)
         for ranks in map(int, options.ranks.split(",")):
-            predicted = report_steps(costs, ranks, options.batch_size, steps=options.steps, planned=PLANNED_STEPS)
+            predicted = report_plans(draw_steps(costs, ranks, options.batch_size, steps=options.steps), PLANNED_STEPS)
             epochs = _epochs(costs, ranks, options.batch_size, options.epochs)
             off = abs(predicted.balanced / epochs.balanced - 1)
             row = f"{predicted.unbalanced:>18.3f}{epochs.unbalanced:>9.3f}{predicted.balanced:>21.3f}{epochs.balanced:>9.3f}"

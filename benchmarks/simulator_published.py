@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -34,7 +33,7 @@ import numpy as np
 from harness import finish, parser
 from numpy.typing import NDArray
 
-from lightning_freescale.balance import assign
+from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
 from lightning_freescale.simulator.outlook import pairs_of_steps
 from lightning_freescale.simulator.quantity import assumed
@@ -58,8 +57,9 @@ def main() -> None:
 def _nvidia() -> dict[str, float]:
     load = _load_of_profile()
     flops = _flops(np.array([ITEMS * BATCH, ITEMS**2 * BATCH], dtype=np.float64))
-    step = simulate(np.full(1000, float(ITEMS)), 16, load, Network(), assign=_ours, variants={"dedup": PLAIN})[-1]
-    assignments: Mapping[str, Callable[[Floats, int], Any] | None] = {"drawn": None, "theirs": _zigzag, "ours": _ours}
+    step = simulate(np.full(1000, float(ITEMS)), 16, load, Network(), variants={"dedup": PLAIN})[-1]
+    # Karmarkar and Karp's differencing at equal counts deals long tails as a zig-zag does (docs/benchmarks.md)
+    assignments: Mapping[str, AssignmentMode | None] = {"drawn": None, "theirs": "zigzag", "ours": "fixed"}
     through = {name: _throughput(load, each) for name, each in assignments.items()}
     figures = {
         "nvidia_tflop": flops / 1e12,
@@ -97,23 +97,14 @@ def _flops(sums: Floats) -> float:
     return float(sums @ np.array([linear, LAYERS * 3.5 * 2 * DIM]))
 
 
-def _zigzag(costs: Floats, ranks: int) -> Any:
-    """Karmarkar and Karp's differencing at equal counts, which deals long tails out as a zig-zag does (docs/benchmarks.md)."""
-    return assign(costs, ranks, assignment_mode="zigzag").rank_of_sample
-
-
-def _ours(costs: Floats, ranks: int) -> Any:
-    return assign(costs, ranks).rank_of_sample
-
-
-def _throughput(load: TrainingLoad, assigned: Callable[[Floats, int], Any] | None) -> float:
+def _throughput(load: TrainingLoad, mode: AssignmentMode | None) -> float:
     """FLOPS of a GPU, over forty steps on lengths of Zipf(1.2)."""
     length = np.arange(1, 4096, dtype=np.float64)
     chance = length**-1.2
     lengths = np.random.default_rng(0).choice(length, 200_000, p=chance / chance.sum())
     network, flops, seconds = Network(), 0.0, 0.0
-    for pair in pairs_of_steps(lengths, 16, load, assigned, 40, 1):
-        sums = pair[assigned is not None]
+    for pair in pairs_of_steps(lengths, 16, load, 40, 1, assignment_mode=mode):
+        sums = pair[mode is not None]
         traffic = expected_traffic(load.seconds(sums), sums[:, :, 1], load, network, PLAIN)
         seconds += step_times(traffic, load, network, PLAIN).sum()
         flops += _flops(sums[:, :, 1:].mean(axis=1).sum(axis=0))
@@ -184,7 +175,7 @@ def _freescale() -> dict[str, float]:
     load = TrainingLoad.from_compute(128, lengths, compute, assumed(0.5, 0.3, 0.7))
     collisions = Quantity(0.12, "measured", 0.10, 0.14, source="notes on the paper")
     load = replace(load, catalogue=Catalogue(1_000_000_000).fitted(collisions, 64 * 128 * float(lengths.mean())))
-    plain_of = partial(simulate, lengths, 64, network=network, assign=_zigzag, variants={}, draws=0)
+    plain_of = partial(simulate, lengths, 64, network=network, variants={}, draws=0)
     load = replace(load, row_bytes=_smallest(lambda size: plain_of(replace(load, row_bytes=size))[0].bubble.value >= 0.28))
     variants = {
         "theirs": Techniques(balance=True, overlap=True, dedup=True, sm_free=True),
@@ -193,8 +184,10 @@ def _freescale() -> dict[str, float]:
     figures: dict[str, float] = {}
     print("FreeScale's set-up: bubble, of it gone, speed-up, limit; predicted, by its zig-zag and by ours, and claimed")
     for ranks, claimed in ((64, 0.63), (128, 0.82), (256, 0.903)):
-        plain, theirs = simulate(lengths, ranks, load, network, assign=_zigzag, variants={"theirs": variants["theirs"]})
-        ours = simulate(lengths, ranks, load, network, assign=_slack, variants={"ours": variants["ours"]})[-1]
+        plain, theirs = simulate(
+            lengths, ranks, load, network, assignment_mode="zigzag", variants={"theirs": variants["theirs"]}
+        )
+        ours = simulate(lengths, ranks, load, network, assignment_mode="slack", variants={"ours": variants["ours"]})[-1]
         for name, each in (("theirs", theirs), ("ours", ours)):
             figures |= {f"freescale_{ranks}_{name}_{key}": getattr(each, key).value for key in ("removed", "speed_up")}
             figures |= {f"freescale_{ranks}_{name}_removed_{end}": getattr(each.removed, end) for end in ("low", "high")}
@@ -204,10 +197,6 @@ def _freescale() -> dict[str, float]:
         print(f"{ranks:>5} ranks: b {plain.bubble.value:.1%}, gone {gone}, claimed {claimed:.1%}; "
               f"{theirs.speed_up.value:.2f}x and {ours.speed_up.value:.2f}x of at most {plain.limit.value:.2f}x")  # fmt: skip
     return figures
-
-
-def _slack(costs: Floats, ranks: int) -> Any:
-    return assign(costs, ranks, assignment_mode="slack").rank_of_sample
 
 
 def _lengths_of_stragglers(share: float) -> Floats:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "_worker": set(),
     "balance": {"_worker"},
     "comm": {"_code_place", "_worker"},
-    "simulator": set(),
+    "simulator": {"balance"},
     "profiling": {"_code_place", "_object_gather", "_version", "_worker"},
     "data": {"_worker", "_object_gather", "_torchrec", "_walk", "balance", "comm"},
     "losses": set(),

@@ -16,16 +16,9 @@ from lightning_freescale.balance.advice import counts_allowed
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.prediction import fewer_than_asked
-from lightning_freescale.balance.simulation.forecast import (
-    Forecast,
-    describe_lengths,
-    forecast,
-    format_table,
-    new_figure,
-    plot,
-)
-from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
+from lightning_freescale.balance.forecast import fewer_than_asked
+from lightning_freescale.balance.lengths import KINDS, describe_lengths, read_lengths
+from lightning_freescale.balance.simulate import Forecast, forecast, format_table, new_figure, plot
 
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
 
@@ -45,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m light
 
 def _simulate(options: argparse.Namespace) -> None:
     cost, assign_options = _cost_model(options), _assign_options(options)
-    figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
+    figure = None if options.plot is None else new_figure(7.5, 4.5)  # a missing matplotlib is told before the work
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)

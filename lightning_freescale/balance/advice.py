@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import COUNT_SLACK
 from lightning_freescale.balance.budget import Budget
-from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.prediction import (
+from lightning_freescale.balance.forecast import (
     PLANNED_STEPS,
     draw_steps,
     fewer_than_asked,
     in_mode,
     report_plans,
 )
+from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats, non_negative
 

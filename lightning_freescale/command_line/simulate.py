@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.balance import assign
 from lightning_freescale.balance.calibration import fit_report
-from lightning_freescale.balance.simulation.forecast import describe_lengths
-from lightning_freescale.balance.simulation.lengths import KINDS, read_lengths
+from lightning_freescale.balance.lengths import KINDS, describe_lengths, read_lengths
+from lightning_freescale.balance.simulate import new_figure
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
-from lightning_freescale.simulator.outlook_plot import new_figure, plot
-from lightning_freescale.simulator.outlook_table import EXPLANATION, format_known, format_outlooks
+from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks, plot
 from lightning_freescale.simulator.page import write_page
 from lightning_freescale.simulator.quantity import quantities
 from lightning_freescale.simulator.training_step import LADDER
@@ -46,7 +44,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    figure = None if options.plot is None else new_figure()  # a missing matplotlib is told before the work
+    figure = None if options.plot is None else new_figure(9.5, 4.6)  # a missing matplotlib is told before the work
     lengths = read_lengths(options.lengths, options.column)
     load, network, variants = _load(options, lengths), _network(options), _variants(options)
     known = {**quantities(load), **quantities(network)}
@@ -54,8 +52,7 @@ def _simulate(options: argparse.Namespace) -> None:
         outlook
         for ranks in options.ranks
         for outlook in simulate(
-            lengths, ranks, load, network, assign=_assign, variants=variants, steps=options.steps, draws=options.draws,
-            seed=options.seed,
+            lengths, ranks, load, network, variants=variants, steps=options.steps, draws=options.draws, seed=options.seed,
         )
     ]  # fmt: skip
     source = f"{options.batch_size} histories per rank and step, drawn with replacement from {options.lengths.name}"
@@ -66,15 +63,11 @@ def _simulate(options: argparse.Namespace) -> None:
     if figure is not None:
         plot(figure, outlooks, options.plot, f"predicted: {source}")
     if options.page is not None:
-        write_page(options.page, lengths, options.ranks, load, network, _assign, source, seed=options.seed)
+        write_page(options.page, lengths, options.ranks, load, network, source, seed=options.seed)
     if options.json is not None:
         document: dict[str, Any] = {"predicted_from": source, "predicted": [each.as_dict() for each in outlooks]}
         document |= {"known": {name: each.as_dict() for name, each in known.items()}}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def _assign(costs: NDArray[np.float64], ranks: int) -> NDArray[np.int64]:
-    return assign(costs, ranks).rank_of_sample
 
 
 def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> TrainingLoad:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, MicroBatchSchedule
 from lightning_freescale.balance.assign import AssignmentMode
-from lightning_freescale.balance.prediction import in_mode, report_plans
+from lightning_freescale.balance.forecast import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.plan_arguments import PlanArguments

@@ -8,7 +8,6 @@ from lightning_freescale.simulator.catalogue import Catalogue
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.outlook import Outlook, simulate
 from lightning_freescale.simulator.quantity import Quantity
-from lightning_freescale.simulator.training_load import TrainingLoad
-from lightning_freescale.simulator.training_step import StepTraffic, Techniques, step_times
+from lightning_freescale.simulator.training_step import StepTraffic, Techniques, TrainingLoad, step_times
 
 __all__ = ["Catalogue", "Network", "Outlook", "Quantity", "StepTraffic", "Techniques", "TrainingLoad", "simulate", "step_times"]

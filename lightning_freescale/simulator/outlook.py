@@ -1,24 +1,52 @@
-"""What each technique would bring on so many ranks, with intervals: lengths are drawn anew, and so is what is assumed."""
+"""The outlook for each technique on a number of ranks: predicted with intervals, as a table and as a picture.
+
+Lengths are drawn anew, and so are the assumptions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_freescale.balance.assign import AssignmentMode
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.quantity import Quantity, pinned, quantities
-from lightning_freescale.simulator.training_load import TrainingLoad
-from lightning_freescale.simulator.training_step import LADDER, Techniques, bubble, expected_traffic, step_times
+from lightning_freescale.simulator.training_step import LADDER, Techniques, TrainingLoad, bubble, expected_traffic, step_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
-Assign = Callable[[Floats, int], NDArray[np.int64]]
-"""Returns the rank of every sample, shape ``[samples]``, from their costs and the number of ranks."""
 SHARE = 0.9
 """Of what was drawn, an interval leaves out as much on either side as makes this."""
+LABELS = {
+    "linear": "compute per item",
+    "quadratic": "compute per item squared",
+    "constant": "compute per history",
+    "base": "compute besides histories",
+    "exponent": "popularity exponent",
+    "dense_bytes": "dense gradients",
+    "host": "host work per step",
+    "call": "a call of Python",
+    "contention": "contention for multiprocessors",
+    "late_weights": "weights' share of a split backward",
+    "split_cost": "what a split costs",
+    "bandwidth": "bandwidth between nodes",
+    "latency": "latency of an exchange",
+    "peer_latency": "latency per further rank",
+    "node_bandwidth": "bandwidth within a node",
+}
+"""What quantities are called where they are shown."""
+_HEAD = ("ranks", "technique", "step ms", "bubble", "of it gone", "speed-up", "limit")
+_ROW = "{:>5}  {:<18}{:>24}{:>24}{:>24}{:>22}{:>22}"
+_COLOURS = ("#8c8c8c", "#e08214", "#8073ac", "#2166ac", "#1b9e77", "#b2182b", "#542788", "#35978f", "#bf812d")
 
 
 @dataclass(frozen=True)
@@ -57,7 +85,7 @@ def simulate(
     load: TrainingLoad,
     network: Network,
     *,
-    assign: Assign,
+    assignment_mode: AssignmentMode = "fixed",
     variants: Mapping[str, Techniques] | None = None,
     steps: int = 20,
     draws: int = 8,
@@ -74,7 +102,7 @@ def simulate(
         ranks: how many share a step.
         load: what a step has to compute and to move.
         network: what connects the ranks.
-        assign: see :data:`Assign`; asked where a variant balances.
+        assignment_mode: of :func:`~lightning_freescale.balance.assign`, for the variants that balance.
         variants: by name; plain, which all are compared with, is the first, or added. By default :data:`LADDER`.
         steps: how many to draw, at least two.
         draws: of the assumptions, for each pair of steps; 0 leaves them at their values.
@@ -93,8 +121,8 @@ def simulate(
     ranges = {**quantities(load), **quantities(network)}
     figures: dict[str, list[Floats]] = {name: [] for name in chosen}
     nominal: dict[str, list[Floats]] = {name: [] for name in chosen}
-    balances = any(each.balance for each in chosen.values())
-    for sums in pairs_of_steps(lengths, ranks, load, assign if balances else None, steps, seed):
+    mode = assignment_mode if any(each.balance for each in chosen.values()) else None
+    for sums in pairs_of_steps(lengths, ranks, load, steps, seed, assignment_mode=mode):
         for draw in range(draws + 1):
             at = {name: known.at(rng.random()) if draw else known.value for name, known in ranges.items()}
             # that of the exponent's range is fine enough in steps: its popularities are kept
@@ -111,7 +139,14 @@ def simulate(
 
 
 def pairs_of_steps(
-    lengths: Floats, ranks: int, load: TrainingLoad, assign: Assign | None, steps: int, seed: int, *, resample: bool = True
+    lengths: Floats,
+    ranks: int,
+    load: TrainingLoad,
+    steps: int,
+    seed: int,
+    *,
+    assignment_mode: AssignmentMode | None = "fixed",
+    resample: bool = True,
 ) -> Iterator[dict[bool, Floats]]:
     """Yield pairs of steps: sums of 1, L and L² of the ranks' samples, shape ``[2, ranks, 3]``, by whether they are balanced.
 
@@ -119,9 +154,9 @@ def pairs_of_steps(
         lengths: of the histories, shape ``[samples]``.
         ranks: how many share a step.
         load: its costs are assigned by.
-        assign: see :data:`Assign`; None leaves samples as drawn.
         steps: how many to draw, half as many pairs.
         seed: of the draw.
+        assignment_mode: of balanced steps; None leaves samples as drawn.
         resample: draw each pair from lengths that are themselves drawn from the given ones.
     """
     rng, size = np.random.default_rng([seed, ranks]), ranks * load.batch_size
@@ -130,11 +165,11 @@ def pairs_of_steps(
         sums: dict[bool, list[Floats]] = {False: [], True: []}
         for _ in range(2):
             drawn = rng.choice(source, size)
-            features = np.stack([np.ones(size), drawn, drawn * drawn], axis=-1)
-            sums[False].append(features.reshape(ranks, load.batch_size, 3).sum(axis=1))
-            if assign is not None:
-                rank_of_sample = assign(load.seconds(features), ranks)
-                sums[True].append(np.stack([np.bincount(rank_of_sample, column, ranks) for column in features.T], axis=-1))
+            features = sample_features(drawn)[:, :3]
+            options = {} if assignment_mode is None else {"assignment_mode": assignment_mode}
+            for balanced in (False,) if assignment_mode is None else (False, True):
+                plan = StepPlan(np.arange(size), load.seconds(features), ranks, balanced, options)
+                sums[balanced].append(np.stack([np.bincount(plan.rank_of_sample, column, ranks) for column in features.T], -1))
         yield {balanced: np.array(found) for balanced, found in sums.items() if found}
 
 
@@ -167,3 +202,100 @@ def _derived(plain: Floats, this: Floats) -> dict[str, Floats]:
         "removed": 1 - left / np.maximum(lost, 1e-300),
         "limit": plain[:, 0] / plain[:, 1],
     }
+
+
+# -- as a table
+
+
+def format_outlooks(outlooks: Sequence[Outlook]) -> str:
+    """Return a table of the predicted figures, a row each, with their intervals."""
+    lines = [_ROW.format(*_HEAD)]
+    for number, each in enumerate(outlooks):
+        first = number == 0 or outlooks[number - 1].ranks != each.ranks
+        lines += [""] * (first and number > 0)
+        gains = ("", "", _ratio(each.limit)) if each.name == "plain" else (_share(each.removed), _ratio(each.speed_up), "")
+        ranks = each.ranks if first else ""
+        row = _ROW.format(ranks, each.name, _interval(each.step, "{:.1f}", 1e3), _share(each.bubble), *gains)
+        lines.append(row.rstrip())
+    return "\n".join(lines)
+
+
+def format_known(known: Mapping[str, Quantity]) -> str:
+    """Return a line for each quantity: what it is, within which range, whether measured or assumed, and by whom."""
+    width = max((len(LABELS[name]) for name in known), default=0)
+    return "\n".join(f"  {LABELS[name]:<{width}}  {_readable(each)}" for name, each in known.items())
+
+
+EXPLANATION = (
+    f"All figures are predicted; in brackets {SHARE:.0%} of what lengths drawn anew, and assumptions anywhere in their\n"
+    "ranges, lead to. Bubble: 1 - compute / wall time. Of it gone: of plain's bubble, as time. Limit: 1 / (1 - b) by plain's\n"
+    "bubble b, which no technique can exceed."
+)
+"""What the columns mean."""
+
+
+def _share(of: Quantity) -> str:
+    return _interval(of, "{:.1%}")
+
+
+def _ratio(of: Quantity) -> str:
+    return _interval(of, "{:.2f}")
+
+
+def _interval(of: Quantity, spec: str, factor: float = 1.0) -> str:
+    value, low, high = (spec.format(factor * number) for number in (of.value, of.low, of.high))
+    return value if low == high else f"{value} ({low} - {high})"
+
+
+_BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "kB"), (1.0, "B"))
+_UNITS: dict[str, tuple[tuple[float, str], ...]] = {
+    "s": ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")),
+    "B": _BYTES,
+    "B/s": tuple((factor, f"{unit}/s") for factor, unit in _BYTES),
+}
+
+
+def _readable(of: Quantity) -> str:
+    """In the largest unit of which there is at least one."""
+    choices = _UNITS.get(of.unit, ((1.0, of.unit),))
+    factor, unit = next((each for each in choices if of.value * each[0] >= 1), choices[-1])
+    value, low, high = (f"{factor * number:.3g}" for number in (of.value, of.low, of.high))
+    spread = f" ({low} - {high})" if of.low < of.high else ""
+    return f"{value}{spread} {unit}".rstrip() + f", {of.word}" + (f": {of.source}" if of.source else "")
+
+
+# -- as a picture
+
+
+def plot(figure: Figure, outlooks: Sequence[Outlook], path: Path, title: str) -> None:
+    """Draw the outlooks, and write them to ``path``, in the format that its suffix names; a band is an interval."""
+    left, right = figure.subplots(1, 2)
+    names = list(dict.fromkeys(each.name for each in outlooks))
+    for name, colour in zip(names, _COLOURS * (1 + len(names) // len(_COLOURS))):
+        of_name = sorted((each for each in outlooks if each.name == name), key=lambda each: each.ranks)
+        ranks = [each.ranks for each in of_name]
+        for axes, quantity, factor in ((left, "bubble", 100.0), (right, "speed_up", 1.0)):
+            found = [getattr(each, quantity) for each in of_name]
+            low, value, high = ([factor * getattr(each, end) for each in found] for end in ("low", "value", "high"))
+            axes.plot(ranks, value, marker="o", color=colour, label=name)
+            axes.fill_between(ranks, low, high, color=colour, alpha=0.08, linewidth=0)
+    plain = sorted((each for each in outlooks if each.name == "plain"), key=lambda each: each.ranks)
+    right.plot(
+        [each.ranks for each in plain], [each.limit.value for each in plain], "k--", linewidth=1.2, label="limit 1 / (1 - b)"
+    )
+    ticks = sorted({each.ranks for each in outlooks})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(count) for count in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("ranks")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_ylim(bottom=0)
+    left.set_ylabel("predicted bubble (% of the ranks' time)")
+    right.set_ylim(bottom=min(1.0, right.get_ylim()[0]))
+    right.set_ylabel("predicted speed-up over plain, end to end")
+    figure.suptitle(f"{title}\nbands: {SHARE:.0%} intervals", fontsize=9)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import BalancedSampler, BalanceReport, Budget, advise, predict, prediction
+from lightning_freescale.balance import BalancedSampler, BalanceReport, Budget, advise, forecast, predict
 
 LENGTHS = np.random.RandomState(0).lognormal(4, 1, 40_000).clip(1, 800)
 COSTS = LENGTHS**2 + 500 * LENGTHS
@@ -46,9 +46,9 @@ def test_steps_are_the_first_of_the_epoch() -> None:
 @pytest.mark.parametrize(("samples", "count"), [(40_000, 4_000), (11, 1), (10**9, 1_000)])
 def test_a_large_data_set_is_not_shuffled(samples: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But no sample comes twice, and each is as likely at each place."""
-    monkeypatch.setattr(prediction, "SHUFFLED", 0)
-    monkeypatch.setattr(prediction, "draw_order", None)
-    drawn = prediction.draw_samples(samples, count, seed=5)
+    monkeypatch.setattr(forecast, "SHUFFLED", 0)
+    monkeypatch.setattr(forecast, "draw_order", None)
+    drawn = forecast.draw_samples(samples, count, seed=5)
     assert len(set(drawn.tolist())) == len(drawn) == count and drawn.min() >= 0 and drawn.max() < samples
     if count >= 1_000:
         for part in (drawn[: count // 2], drawn[count // 2 :]):
@@ -62,14 +62,15 @@ def test_a_large_data_set_is_not_shuffled(samples: int, count: int, monkeypatch:
 def test_a_few_planned_steps_stand_for_all(samples: int, ranks: int, batch_size: int, planned: int) -> None:
     costs = COSTS[:samples]
     for options in ({}, {"assignment_mode": "free"}, {"tokens": LENGTHS[:samples], "max_tokens_per_rank": 1e6}):
-        whole = prediction.report_steps(costs, ranks, batch_size, steps=24, **options)
-        some = prediction.report_steps(costs, ranks, batch_size, steps=24, planned=planned, **options)
+        whole = forecast.report_plans(forecast.draw_steps(costs, ranks, batch_size, steps=24, **options))
+        some = forecast.report_plans(forecast.draw_steps(costs, ranks, batch_size, steps=24, **options), planned)
         assert some.balanced == pytest.approx(whole.balanced, rel=0.01)
         planned_alone = {"balanced": 0, "tokens_imbalance": 0, "tokens_fullest": 0}
         assert dataclasses.replace(some, **planned_alone) == dataclasses.replace(whole, **planned_alone)
         assert some.balanced >= some.lower_bound - 1e-9
-    first = prediction.report_steps(costs, ranks, batch_size, steps=3)
-    assert prediction.report_steps(costs, ranks, batch_size, steps=3, planned=first.steps) == first
+    plans = forecast.draw_steps(costs, ranks, batch_size, steps=3)
+    first = forecast.report_plans(plans)
+    assert forecast.report_plans(plans, first.steps) == first
 
 
 def test_a_step_that_the_data_set_cannot_fill_is_told() -> None:

@@ -16,8 +16,8 @@ from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assi
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.global_batches import draw_order
-from lightning_freescale.balance.simulation.forecast import Forecast, forecast, new_figure, plot
-from lightning_freescale.balance.simulation.lengths import read_lengths
+from lightning_freescale.balance.lengths import read_lengths
+from lightning_freescale.balance.simulate import Forecast, forecast, new_figure, plot
 
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
 OUTLIER = np.array([1] * 63 + [10_000])
@@ -201,7 +201,7 @@ def test_bad_flags_are_refused(flags: list[str], message: str, tmp_path: Path, c
 
 def test_shares_on_the_axis_of_a_plot_are_apart_and_none_is_below_zero(tmp_path: Path) -> None:
     for top in (1.0, 1.3, 7.0, 900.0):
-        figure, rows = new_figure(), [Forecast(ranks, 8, top, top, 1.0, 1.0, 0.0, 1.0, None) for ranks in (2, 8)]
+        figure, rows = new_figure(7.5, 4.5), [Forecast(ranks, 8, top, top, 1.0, 1.0, 0.0, 1.0, None) for ranks in (2, 8)]
         plot(figure, rows, tmp_path / "p.png", "predicted", "at any counts")
         (axes,) = figure.axes
         marked = 100 / (100 - np.array(axes.child_axes[0].get_yticks()))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_freescale.balance import assign
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, step_times
 from lightning_freescale.simulator import network as network_room
 from lightning_freescale.simulator.outlook import pairs_of_steps
@@ -34,14 +33,10 @@ LOAD = TrainingLoad.from_compute(
 )
 
 
-def _assign(costs: Any, ranks: int) -> Any:
-    return assign(costs, ranks).rank_of_sample
-
-
 @pytest.fixture
 def page(open_page: Callable[..., Any], tmp_path: Path) -> Any:
     """The page of these lengths; it must not complain, nor ask for anything."""
-    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "no data")
+    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, "no data")
     shown, watch = open_page(path)
     yield shown
     assert (watch.console, watch.requests) == ([], [])
@@ -56,7 +51,7 @@ def _expected(techniques: Techniques, load: TrainingLoad = LOAD, net: Network = 
     """Seconds of a step, and of them compute, for each number of ranks."""
     found = []
     for ranks in RANKS:
-        pairs = pairs_of_steps(LENGTHS, ranks, LOAD, _assign, 4, 0, resample=False)
+        pairs = pairs_of_steps(LENGTHS, ranks, LOAD, 4, 0, resample=False)
         sums = np.concatenate([pair[techniques.balance] for pair in pairs])
         compute = load.seconds(sums)
         walls = step_times(expected_traffic(compute, sums[:, :, 1], load, net, techniques), load, net, techniques)
@@ -121,7 +116,7 @@ def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_page_fits_the_screen_and_strings_stay_text(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, _assign, "lengths <b>of</b> no data")
+    path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, "lengths <b>of</b> no data")
     shown, watch = open_page(path, 390)
     assert shown.evaluate("document.documentElement.scrollWidth") <= 390
     assert "lengths <b>of</b> no data" in shown.locator("header").inner_text() and shown.locator("header b").count() == 0

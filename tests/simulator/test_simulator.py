@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.balance import assign
+from lightning_freescale.balance import predict
 from lightning_freescale.simulator import Catalogue, Network, Quantity, StepTraffic, Techniques, TrainingLoad
 from lightning_freescale.simulator import simulate as simulated
 from lightning_freescale.simulator.network import EXACT_RANKS
+from lightning_freescale.simulator.outlook import pairs_of_steps
 from lightning_freescale.simulator.quantity import assumed, pinned, quantities
 from lightning_freescale.simulator.training_step import LADDER, expected_traffic, step_times
 
@@ -32,10 +33,7 @@ LOAD = TrainingLoad(
 
 
 def simulate(lengths: Any, ranks: int, load: TrainingLoad = LOAD, network: Network = NET, **options: Any) -> Any:
-    def by_cost(costs: Any, count: int) -> Any:
-        return assign(costs, count).rank_of_sample
-
-    return simulated(np.asarray(lengths, float), ranks, load, network, **{"assign": by_cost, "steps": 4, "draws": 1, **options})
+    return simulated(np.asarray(lengths, float), ranks, load, network, **{"steps": 4, "draws": 1, **options})
 
 
 def _traffic(compute: Any, ids: float = 0.0, rows: float = 0.0, colliding: float = 0.0) -> list[StepTraffic]:
@@ -249,3 +247,15 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             wrong()
+
+
+@pytest.mark.parametrize("mode", ["fixed", "slack"])
+def test_compute_is_that_of_the_forecast(mode: str) -> None:
+    """The simulator draws with replacement, the forecast without: the imbalance is the same but for the draw."""
+    lengths = np.random.RandomState(0).gamma(4, 25, 4000).round() + 1
+    load = replace(LOAD, batch_size=8, quadratic=exactly(0.01))
+    pairs = list(pairs_of_steps(lengths, 16, load, 60, 0, assignment_mode=mode, resample=False))
+    seconds = {balanced: np.concatenate([load.seconds(pair[balanced]) for pair in pairs]) for balanced in (False, True)}
+    drawn, balanced = (seconds[each].max(axis=1).sum() / seconds[each].mean(axis=1).sum() for each in (False, True))
+    report = predict(lengths + 0.01 * lengths**2, 16, 8, steps=30, assignment_mode=mode)
+    assert (drawn, balanced) == (pytest.approx(report.unbalanced, rel=0.02), pytest.approx(report.balanced, rel=0.02))

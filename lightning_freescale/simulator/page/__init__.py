@@ -1,5 +1,87 @@
-"""A page on which every assumption of a prediction can be changed: one file, which needs no network."""
+"""A page on which every assumption of a prediction can be changed: one file, which needs no network.
 
-from lightning_freescale.simulator.page.writer import write_page
+Samples are drawn and assigned here; the browser computes the steps by the same formulas.
+"""
 
-__all__ = ["write_page"]
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import fields
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_freescale.simulator.network import Network
+from lightning_freescale.simulator.outlook import LABELS, pairs_of_steps
+from lightning_freescale.simulator.quantity import quantities
+from lightning_freescale.simulator.training_step import TrainingLoad
+
+_PAIRS = 2
+_CONSTANTS = ("row_bytes", "overlap_calls", "backward", "ranks_per_node")
+
+
+def write_page(
+    path: Path,
+    lengths: NDArray[np.float64],
+    ranks: Sequence[int],
+    load: TrainingLoad,
+    network: Network,
+    source: str,
+    *,
+    seed: int = 0,
+) -> Path:
+    """Write a page on which every quantity is a slider and every technique a switch, and return its path.
+
+    The page loads nothing from anywhere. Samples are assigned by the costs at hand, which its sliders scale: where they change
+    the share that grows with the square of the length, the assignment stays.
+
+    Args:
+        path: of the HTML file.
+        lengths: history length of every sample, shape ``[samples]``.
+        ranks: numbers of ranks.
+        load: what a step has to compute and to move.
+        network: what connects the ranks.
+        source: where the lengths are from.
+        seed: of all that is drawn.
+    """
+    known = {**quantities(load), **quantities(network)}
+    constants = {each.name: getattr(of, each.name) for of in (load, network) for each in fields(of) if each.name in _CONSTANTS}
+    content = {
+        "source": source,
+        "ranks": [_sums(lengths, count, load, seed) for count in ranks],
+        "known": [{"name": name, "label": LABELS[name], **each.as_dict()} for name, each in known.items() if each.high > 0],
+        "values": {name: each.value for name, each in known.items()},
+        "fixed": constants,
+        "edges": load.catalogue.edges.tolist(),
+    }
+    script = f'"use strict";\n(() => {{\n{_read("step.js")}{_read("page.js")}}})();'
+    page = Template(_read("page.html")).substitute(
+        style=_read("page.css"),
+        policy=f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'",
+        content=json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        script=script,
+    )
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _sums(lengths: NDArray[np.float64], ranks: int, load: TrainingLoad, seed: int) -> dict[str, Any]:
+    """Of some steps the sums of 1, L and L² over each rank's samples."""
+    pairs = list(pairs_of_steps(lengths, ranks, load, 2 * _PAIRS, seed, resample=False))
+    drawn, balanced = ([[_whole(rank) for rank in step] for pair in pairs for step in pair[each]] for each in (False, True))
+    return {"count": ranks, "drawn": drawn, "balanced": balanced}
+
+
+def _whole(sums: NDArray[np.float64]) -> list[float]:
+    return [int(each) if each == int(each) else float(each) for each in sums]
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

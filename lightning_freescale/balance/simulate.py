@@ -1,4 +1,4 @@
-"""What balancing would bring on more ranks than there are yet, predicted from lengths alone: as a table and as a picture."""
+"""The forecast for several numbers of ranks, from history lengths alone: as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from lightning_freescale.balance.advice import advise_on
 from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.cost import CostModel
+from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, evenly_spread, in_mode, report_plans
 from lightning_freescale.balance.micro_batches import MicroBatchSchedule
 from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.prediction import PLANNED_STEPS, draw_steps, evenly_spread, report_plans, report_steps
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats
 
@@ -88,19 +88,16 @@ def forecast(
     if padded:
         options |= {"tokens": lengths, "micro_batches": MicroBatchSchedule(micro_batches, micro_batches)}
     costs = (CostModel() if cost is None else cost)(lengths)
-    draw: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed}
-    setting = {**draw, **options}
-    plans = list(draw_steps(**setting, steps=steps))
+    setting: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size, "seed": seed, **options}
+    plans = draw_steps(**setting, steps=steps)
     planning_ms = _planning_ms(evenly_spread(plans, PLANNED_STEPS))
     ours = report_plans(plans, PLANNED_STEPS)
-    budgeted = isinstance(batch_size, Budget)
-    # the same draw, without a window
-    plain = ours if budgeted or padded else report_steps(**draw, steps=steps, assignment_mode="zigzag")
+    zigzags = not padded and not isinstance(batch_size, Budget)
     return Forecast(
         ranks,
         samples_per_step=max(len(plan.samples) for plan in plans),
-        unbalanced=plain.unbalanced,
-        zigzag=None if budgeted or padded else plain.balanced,
+        unbalanced=ours.unbalanced,
+        zigzag=report_plans(in_mode("zigzag", plans)).balanced if zigzags else None,
         balanced=ours.balanced,
         lower_bound=ours.lower_bound,
         dominated=ours.dominated,
@@ -120,14 +117,6 @@ def _planning_ms(plans: Sequence[StepPlan]) -> float:
         plan.assignment  # noqa: B018 (made when it is first asked for, and kept)
         taken.append(time.perf_counter() - start)
     return float(np.median(taken) * 1e3)
-
-
-def describe_lengths(lengths: Floats) -> str:
-    """Return number, mean, median and tail of the lengths in one line."""
-    return (
-        f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):g}, "
-        f"p99 {np.percentile(lengths, 99):.4g}, max {lengths.max():g}"
-    )
 
 
 _TITLES = ("", "----- imbalance (max / mean over ranks) -----", "----- idle -----", "steps", "predicted", "planning")
@@ -155,13 +144,13 @@ _LINES = {  # attribute of Forecast: label, colour, marker, line, width
 }
 
 
-def new_figure() -> Figure:
-    """Return an empty picture; ImportError if matplotlib is not installed."""
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty picture of this size in inches; ImportError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'lightning-freescale[plot]'") from error
-    return Figure(figsize=(7.5, 4.5), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, counts: str) -> None:

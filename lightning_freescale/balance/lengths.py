@@ -46,6 +46,14 @@ def read_lengths(path: Path, column: str | None = None) -> Floats:
     return non_negative(f"{path}, lengths", values)
 
 
+def describe_lengths(lengths: Floats) -> str:
+    """Return number, mean, median and tail of the lengths in one line."""
+    return (
+        f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):g}, "
+        f"p99 {np.percentile(lengths, 99):.4g}, max {lengths.max():g}"
+    )
+
+
 def _open(path: Path) -> TextIO:
     opened = gzip.open if path.suffix == ".gz" else open
     return cast("TextIO", opened(path, "rt", encoding="utf-8-sig", newline=""))

@@ -1,9 +1,9 @@
-"""What an epoch comes to before anybody trains: its first steps, drawn and assigned as the sampler does."""
+"""The forecast of a run: its first steps, drawn and assigned as the sampler does. Every prediction of the package uses it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 SHUFFLED = 1_000_000
-"""Data sets of more samples are not shuffled for a prediction if a tenth of the samples is enough for it."""
+"""Data sets of more samples are not shuffled for a forecast if a tenth of the samples is enough for it."""
 PLANNED_STEPS = 5
-"""Steps that are planned where a few stand for all, see :func:`report_plans`."""
+"""Steps that are planned if a few stand for all, see :func:`report_plans`."""
 
 
 def predict(
@@ -59,8 +59,7 @@ def predict(
         (1.38, 1.0, 1.0)
     """
     cost = non_negative("predict(costs=...)", costs)
-    draw: dict[str, Any] = {"steps": steps, "drop_last": drop_last, "seed": seed}
-    report = report_steps(cost, ranks, batch_size, **draw, **options)
+    report = report_plans(draw_steps(cost, ranks, batch_size, steps=steps, drop_last=drop_last, seed=seed, **options))
     if (fewer := fewer_than_asked(len(cost), ranks, batch_size)) is not None:
         warnings.warn(f"predict(ranks={ranks}, batch_size={batch_size}): {fewer}", stacklevel=2)
     return report
@@ -75,21 +74,6 @@ def fewer_than_asked(samples: int, ranks: int, batch_size: int | Budget) -> str 
         f"A step of {ranks} x {batch_size} has {ranks * batch_size} samples, the data set only has {samples}: every step has "
         f"all {samples}, {per_rank} per rank."
     )
-
-
-def report_steps(
-    costs: Floats, ranks: int, batch_size: int | Budget, *, planned: int | None = None, **options: Any
-) -> BalanceReport:
-    """Return what :func:`predict` does, without a warning.
-
-    Args:
-        costs: as for :func:`predict`, as are ``ranks`` and ``batch_size``.
-        ranks: the same.
-        batch_size: the same.
-        planned: see :func:`report_plans`.
-        **options: all that :func:`draw_steps` takes.
-    """
-    return report_plans(draw_steps(costs, ranks, batch_size, **options), planned)
 
 
 def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> BalanceReport:
@@ -138,8 +122,8 @@ def draw_steps(
     seed: int = 0,
     base: float = 0.0,
     **options: Any,
-) -> Iterator[StepPlan]:
-    """Yield the steps of which :func:`predict` tells, with the ``base`` of :class:`StepPlan`.
+) -> list[StepPlan]:
+    """Return the steps of a forecast, with the ``base`` of :class:`StepPlan`.
 
     ``options`` are all others of :class:`BalancedSampler`.
     """
@@ -154,10 +138,9 @@ def draw_steps(
             of_sampler["tokens"] = non_negative("predict(tokens=...)", tokens, len(costs))[drawn]
         costs, of_sampler["shuffle"] = costs[drawn], False
     sampler = BalancedSampler(costs, batch_size, **of_sampler)
-    for epoch in range(-(-steps // sampler.steps_per_epoch)):
-        for step in range(sampler.steps_per_epoch):
-            plan = sampler.step_plan(epoch, step)
-            yield replace(plan, base=base) if base else plan
+    epochs = range(-(-steps // sampler.steps_per_epoch))
+    plans = [sampler.step_plan(epoch, step) for epoch in epochs for step in range(sampler.steps_per_epoch)]
+    return [replace(plan, base=base) for plan in plans] if base else plans
 
 
 def draw_samples(samples: int, count: int, seed: int) -> Ints:
