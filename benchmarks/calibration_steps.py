@@ -25,7 +25,7 @@ from overhead import COST
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.data import BalanceOptions, Histories, HistoryDataset, read_interactions
 from lightning_freescale.profiling.analysis.breakdown import column
-from lightning_freescale.profiling.recording.clocks import HostClock
+from lightning_freescale.profiling.recording.records import HostClock
 from lightning_freescale.strategy.tuning.cost_calibrator import WINDOW, CostCalibrator
 from lightning_freescale.testing import run_distributed
 

@@ -24,7 +24,7 @@ import harness
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling.clock_sync.alignment import Alignment
+from lightning_freescale.profiling.clock_sync import Alignment
 
 RATES = {"mbit": 1e6, "gbit": 1e9}
 MESSAGE = 1 << 20

@@ -53,7 +53,7 @@ FUNCTIONS = {
     "embeddings/id_checks.py": {"LookupChecks.in_range": "check_ids calls it with CUDA tensors"},
     "embeddings/overlap/id_exchange.py": {"IdExchange._exchange_apart": "heads travel apart on CUDA"},
     "embeddings/overlap/local_rows.py": {"TableKernel.update": "CpuKernel and AdamKernel have their own"},
-    "profiling/recording/clocks.py": {"CudaClock": "clock_for returns it for CUDA devices"},
+    "profiling/recording/records.py": {"CudaClock": "clock_for returns it for CUDA devices"},
     "profiling/recording/memory.py": {"_allocated": "memory_reader calls it for CUDA devices"},
     "profiling/reporting/kineto.py": {
         "temporal_breakdown": "of kernels on a GPU",

@@ -153,7 +153,7 @@ def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other:
 
 THREADS = {
     "_worker.py": "the thread works on the device of the one that starts it",
-    "profiling/reporting/trace/chrome.py": "its Thread is a row of a trace",
+    "profiling/reporting/trace.py": "its Thread is a row of a trace",
 }
 """Who starts threads, and why they do not work on the first GPU, which may be another rank's."""
 _STARTS = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread", "run_in_executor"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -30,11 +30,11 @@ from lightning_freescale.profiling.hanging.watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.live import live_text
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import verdict_line
 
 _FOLDER = "bubbles"
+_CAUSES = ("data_wait", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained")
 
 
 class BubbleProfiler(Callback):
@@ -217,7 +217,7 @@ class BubbleProfiler(Callback):
 
     def _log(self, trainer: Trainer, scalars: dict[str, float] | None) -> None:
         if scalars is not None:
-            self._line.show(live_text(scalars))
+            self._line.show(_live_text(scalars))
             with self._timeline.span("pause", "loggers"):
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars, step=trainer.global_step)
@@ -225,3 +225,12 @@ class BubbleProfiler(Callback):
     def _running(self) -> StepProfiler:
         assert self._profiler is not None, "Lightning calls on_train_start before"
         return self._profiler
+
+
+def _live_text(scalars: Mapping[str, float]) -> str:
+    """Return the bubble, its largest cause and the slowest rank, from scalars by the names that loggers have for them."""
+    figures = {name.removeprefix("freescale/bubble/"): value for name, value in scalars.items()}
+    cause = max(_CAUSES, key=figures.__getitem__)
+    named = "wait for peers" if cause == "wait" else cause.replace("_", " ")
+    slowest = f", slowest rank {figures['slowest_rank']:.0f}" if "slowest_rank" in figures else ""
+    return f"{figures['fraction']:.1%} ({named} {figures[cause]:.1%}{slowest})"

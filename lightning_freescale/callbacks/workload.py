@@ -18,8 +18,8 @@ from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.data.map_style import MapStyleData, map_style_data
-from lightning_freescale.profiling.analysis.planned import PlannedStep
-from lightning_freescale.profiling.reporting.facts import RunInfo
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep
+from lightning_freescale.profiling.reporting.document import RunInfo
 
 Floats = NDArray[np.float64]
 _FITTED = 20_000

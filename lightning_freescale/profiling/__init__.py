@@ -10,13 +10,13 @@ Time takes four forms on its way from the code that spends it to the page:
 """
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, attribute, bubble
-from lightning_freescale.profiling.analysis.planned import PlannedStep
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.hanging.watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.ddp_exchanges import ddp_waits_on
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
-from lightning_freescale.profiling.reporting.facts import RunInfo
+from lightning_freescale.profiling.reporting.document import RunInfo
 from lightning_freescale.profiling.reporting.report import BubbleReport
 
 __all__ = [

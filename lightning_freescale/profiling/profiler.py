@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale._worker import WorkerThread
-from lightning_freescale.profiling.analysis.planned import PlannedStep
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.collection.history import FitCosts, History
-from lightning_freescale.profiling.collection.rank_exchange import RankExchange, gather_to_all
-from lightning_freescale.profiling.collection.step_buffer import KinetoSteps, StepBuffer
+from lightning_freescale.profiling.collection.rank_exchange import KinetoSteps, RankExchange, StepBuffer, gather_to_all
 from lightning_freescale.profiling.recording.memory import MemoryReading, memory_reader
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline, seconds_per_stamp
-from lightning_freescale.profiling.reporting.facts import Overhead, RunInfo, Status
+from lightning_freescale.profiling.reporting.document import Overhead, RunInfo, Status
 from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow
-from lightning_freescale.profiling.reporting.page import plotting
+from lightning_freescale.profiling.reporting.page import WITHOUT_PLOTLY, has_plotly
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import Advise
 
@@ -107,8 +106,8 @@ class StepProfiler:
         problems = gather_to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
         if problems[0] is not None:
             raise OSError(problems[0])
-        if self._leads and not plotting.is_installed():
-            warnings.warn(plotting.WITHOUT, stacklevel=2)  # now, not when days of training have ended
+        if self._leads and not has_plotly():
+            warnings.warn(WITHOUT_PLOTLY, stacklevel=2)  # now, not when days of training have ended
         self._history = History(run, options.max_steps, fit_costs, advise)
         watched, window = options.torch_profiler_steps, self.files.window(0 if group is None else group.rank())
         self._kineto = KinetoSteps(KinetoWindow(watched, device, window) if watched else None)

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, column
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.verdict import verdict_on
 from tests.helpers.reports import report_of, run_info
 

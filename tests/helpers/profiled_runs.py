@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_freescale.profiling.analysis.intervals import intervals_of
-from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
+from lightning_freescale.profiling.analysis.breakdown import intervals_of
+from lightning_freescale.profiling.analysis.rank_window import RankSegments, segments_of
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
 

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.analysis.imbalance import Imbalance
-from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
-from lightning_freescale.profiling.analysis.planned import PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, WaitAttribution
+from lightning_freescale.profiling.recording.memory import MemoryWindows
+from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
 
 VERSIONS = {"lightning_freescale": "0.1.0", "torch": "2.13.0"}

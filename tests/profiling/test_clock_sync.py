@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_freescale.profiling.clock_sync import alignment as module
-from lightning_freescale.profiling.clock_sync import ping_pong
-from lightning_freescale.profiling.clock_sync.alignment import WANDER, Alignment, Offsets
-from lightning_freescale.profiling.clock_sync.ping_pong import WORST_DRIFT, Measurement
+from lightning_freescale.profiling import clock_sync as module
+from lightning_freescale.profiling.clock_sync import WANDER, WORST_DRIFT, Alignment, Measurement, Offsets
 from lightning_freescale.testing import run_distributed
 
 OFFSET = 1000.0  # rank 0's clock minus ours
@@ -80,9 +78,9 @@ def test_many_ranks_ask_less_often(size, rounds, asked, monkeypatch):
             return 0
 
     counts = []
-    monkeypatch.setattr(ping_pong, "_Line", lambda group, other: other)
-    monkeypatch.setattr(ping_pong, "_answer", lambda other, clock, rounds: iter([counts.append((other, rounds))]))
-    assert ping_pong.measure(Group(), None, rounds) is None
+    monkeypatch.setattr(module, "_Line", lambda group, other: other)
+    monkeypatch.setattr(module, "_answer", lambda other, clock, rounds: iter([counts.append((other, rounds))]))
+    assert module.measure(Group(), None, rounds) is None
     assert counts == [(other, asked) for other in range(1, size)]
 
 

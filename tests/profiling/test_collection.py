@@ -13,18 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.profiling.analysis.breakdown import column
-from lightning_freescale.profiling.analysis.intervals import WAITS
-from lightning_freescale.profiling.analysis.planned import PlannedStep
+from lightning_freescale.profiling.analysis.breakdown import WAITS, column
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow, window_of
 from lightning_freescale.profiling.collection import rank_exchange as module
 from lightning_freescale.profiling.collection.history import History
-from lightning_freescale.profiling.collection.rank_exchange import RankExchange
-from lightning_freescale.profiling.collection.step_buffer import StepBuffer
-from lightning_freescale.profiling.recording.clocks import HostClock
-from lightning_freescale.profiling.recording.records import Collective, Interval, ResolvedCollective, ResolvedStep, StepRecord
+from lightning_freescale.profiling.collection.rank_exchange import RankExchange, StepBuffer
+from lightning_freescale.profiling.recording.records import (
+    Collective,
+    HostClock,
+    Interval,
+    ResolvedCollective,
+    ResolvedStep,
+    StepRecord,
+)
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.facts import Overhead, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.document import Overhead, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import run_distributed
 from tests.helpers.profiled_runs import run_behind_workers

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_freescale.profiling import ProfilerOptions, RunInfo, StepProfiler, Timeline, collectives_on
 from lightning_freescale.profiling.analysis.breakdown import ADDENDS, column
-from lightning_freescale.profiling.clock_sync.alignment import Alignment
+from lightning_freescale.profiling.clock_sync import Alignment
 from lightning_freescale.profiling.collection import rank_exchange
 from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.profiling.reporting.report import BubbleReport

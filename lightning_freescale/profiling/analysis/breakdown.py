@@ -1,16 +1,145 @@
-"""Split the wall time of every rank's step by what it went to."""
+"""Cut a step into intervals without overlap, each of one kind, and split its wall time by what it went to."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, combinations_with_replacement, product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.intervals import COMPUTE, Interval, hidden_seconds, intervals_of, times_beside
-from lightning_freescale.profiling.recording.records import ResolvedStep
+from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
+
+COMPUTE = ("forward", "backward", "optimizer")
+WAITS = ("straggler_wait", "transfer", "wait")
+_AT_ONCE = 20e-6
+_SECTIONS = {
+    ("", "data"): "loop, before the batch",
+    ("data", "data"): "loop, before the batch",
+    ("data", "forward"): "hooks before forward",
+    ("forward", "backward"): "between forward and backward",
+    ("backward", "optimizer"): "between backward and optimizer",
+    ("forward", "optimizer"): "between backward and optimizer",
+    **dict.fromkeys(combinations_with_replacement(reversed(COMPUTE), 2), "between optimizers"),
+    **dict.fromkeys(product(COMPUTE, ("", "data")), "hooks after the step"),
+}
+"""Where a loop and its hooks run between two stages that follow each other. A gap elsewhere, as in a loop that skips a stage,
+is unexplained: calling all the rest overhead, so that the sum fits, would never show that something is missed."""
+
+
+class Arrival(NamedTuple):
+    """Which rank arrived last at an exchange, and when."""
+
+    seconds: float
+    rank: int
+
+
+def arrivals_of(step: ResolvedStep) -> dict[str, float]:
+    """Return when a rank arrived at each collective of its step, by key."""
+    return {collective.key: collective.arrive for collective in step.collectives}
+
+
+def last_arrivals(ranks: Iterable[Mapping[str, float]]) -> dict[str, Arrival]:
+    """Return the last arrival at each collective of one step, by key, from the arrivals of every rank."""
+    last: dict[str, Arrival] = {}
+    for rank, arrivals in enumerate(ranks):
+        for key, seconds in arrivals.items():
+            if key not in last or seconds > last[key].seconds:
+                last[key] = Arrival(seconds, rank)
+    return last
+
+
+def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
+    """Cut a step from start to end. Of spans and waits that overlap, the one that began last counts; a pause goes before all.
+
+    ``last`` is when the last rank arrived at each of its collectives: a wait is straggler wait until then, transfer afterwards.
+    None leaves waits undivided.
+    """
+    stages = [span for span in step.spans if span.end > span.start]
+    # a wait is named by its place for now: collectives of one name are waits of their own
+    waits = [Interval("wait", str(k), c.start, c.end) for k, c in enumerate(step.collectives) if c.end > c.start]
+    return _explain_gaps([part for cut in _cut([*stages, *waits], step.start, step.end) for part in _divide(cut, step, last)])
+
+
+def wall_of(step: ResolvedStep) -> float:
+    """Return the seconds of a step without pauses, which may lie inside each other: validation may save a checkpoint."""
+    pauses = _merged((max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.kind == "pause")
+    return step.end - step.start - sum(end - start for start, end in pauses)
+
+
+def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable[Interval]) -> float:
+    """Return the time of compute while at least one of the exchanges, each from start to end, was under way."""
+    merged = _merged(exchanges)
+    busy = [interval for interval in intervals if interval.kind in COMPUTE] if merged else ()
+    return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in merged for i in busy)
+
+
+def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, float]]:
+    """Return when each exchange was under way beside other things, but for those that the rank waited for at once."""
+    return [(one.arrive, one.done) for one in exchanges if one.end == one.start or one.start - one.arrive > _AT_ONCE]
+
+
+def _merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return when at least one of the periods lasts."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(periods):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
+    """Divide a wait at the moment the last rank arrived."""
+    if interval.kind != "wait":
+        return [interval]
+    index, start, end = int(interval.name), interval.start, interval.end
+    name = step.collectives[index].name
+    if last is None:
+        return [Interval("wait", name, start, end)]
+    turn = min(max(last[index], start), end)
+    divided = Interval("straggler_wait", name, start, turn), Interval("transfer", name, turn, end)
+    return [part for part in divided if part.end > part.start]
+
+
+def _cut(intervals: list[Interval], start: float, end: float) -> list[Interval]:
+    edges = sorted({start, end, *(t for i in intervals for t in (i.start, i.end) if start < t < end)})
+    waiting = sorted(intervals, key=lambda i: i.start)
+    open_: list[Interval] = []
+    found: list[Interval] = []
+    at = 0
+    for left, right in zip(edges, edges[1:]):
+        while at < len(waiting) and waiting[at].start <= left:
+            open_.append(waiting[at])
+            at += 1
+        open_ = [i for i in open_ if i.end > left]
+        kind, name = next((i[:2] for i in open_ if i.kind == "pause"), open_[-1][:2] if open_ else ("gap", ""))
+        if found and found[-1][:2] == (kind, name):
+            found[-1] = Interval(kind, name, found[-1].start, right)
+        else:
+            found.append(Interval(kind, name, left, right))
+    return found
+
+
+def _explain_gaps(intervals: list[Interval]) -> list[Interval]:
+    """Give every gap the section of the host that runs between the stages around it; waits and pauses are no stages."""
+    stages = [interval.kind if interval.kind == "data" or interval.kind in COMPUTE else "" for interval in intervals]
+
+    def newest(stages: Iterable[str]) -> list[str]:
+        return list(accumulate(stages, lambda before, stage: stage or before, initial=""))[:-1]
+
+    explained = []
+    for interval, before, after in zip(intervals, newest(stages), reversed(newest(reversed(stages)))):
+        if interval.kind == "gap":
+            name = _SECTIONS.get((before, after), "unexplained")
+            kind = "unexplained" if name == "unexplained" else "host"
+            interval = Interval(kind, name, interval.start, interval.end)
+        explained.append(interval)
+    return explained
 
 
 @dataclass(frozen=True)

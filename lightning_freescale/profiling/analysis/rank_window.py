@@ -1,4 +1,4 @@
-"""What one rank finds out about its own steps, to be put beside that of the others."""
+"""One rank's steps in numbers, to be compared with those of the other ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.breakdown import as_array, attribute
-from lightning_freescale.profiling.analysis.intervals import WAITS, hidden_seconds, intervals_of, times_beside
-from lightning_freescale.profiling.analysis.segments import RankSegments, segments_of
+from lightning_freescale.profiling.analysis.breakdown import (
+    COMPUTE,
+    WAITS,
+    as_array,
+    attribute,
+    hidden_seconds,
+    intervals_of,
+    times_beside,
+)
 from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
@@ -129,3 +135,81 @@ def _add_intervals(window: RankWindow, intervals: Sequence[Interval]) -> None:
             setattr(sums, kind, getattr(sums, kind) + end - start)
         elif kind == "host":
             window.host[name] = window.host.get(name, 0.0) + end - start
+
+
+COLUMNS = ("compute", "data", "other", "pause", "ahead", "transfer")
+Floats = NDArray[np.float64]
+_KINDS = {**dict.fromkeys(COMPUTE, 0), "data": 1, "pause": 3}
+_TOGETHER = 1e-3
+"""Seconds between waits that follow each other as fast as a loop over them does, on a machine that is busy."""
+
+
+@dataclass(frozen=True)
+class RankSegments:
+    """One rank's step.
+
+    Attributes:
+        start: when the step began, on rank 0's clock, pauses included.
+        end: when it ended.
+        keys: of the collectives this rank waited for, in that order.
+        seconds: shape ``[collectives + 1, len(COLUMNS)]``. Before it is held up by a collective the rank spends ``compute``,
+            ``data`` (waiting for data), ``other`` and ``pause`` seconds since it was held up before; it had done its part
+            ``ahead`` seconds before that; the exchange is over ``transfer`` seconds after its last rank has arrived, less
+            than zero where the ranks' clocks disagree. The last row is what follows the last collective.
+    """
+
+    start: float
+    end: float
+    keys: tuple[str, ...]
+    seconds: Floats
+
+
+def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[Interval]) -> RankSegments:
+    """Return one rank's step as segments; ``last`` is when the last rank arrived at each collective.
+
+    What a rank does while it waits is its own time, as if it had begun to wait afterwards. The time from the end of an
+    exchange to the moment at which the rank goes on is ``other`` of the next segment.
+    """
+    order = _in_order(step.collectives)
+    collectives = [step.collectives[k] for k in order]
+    goes_on = np.minimum(np.maximum.accumulate([step.start, *(c.end for c in collectives)]), step.end)
+    seconds = np.zeros((len(order) + 1, len(COLUMNS)))
+    seconds[:, :4] = _work(intervals, np.append(goes_on, step.end))
+    ready = goes_on + seconds[:, :4].sum(axis=1)
+    for row, (k, collective) in enumerate(zip(order, collectives)):
+        over = min(collective.done, collective.end, step.end)
+        seconds[row, 4] = max(0.0, ready[row] - collective.arrive)
+        seconds[row, 5] = over - last[k]
+        seconds[row + 1, 2] += max(0.0, goes_on[row + 1] - max(ready[row], over))
+    return RankSegments(step.start, step.end, tuple(c.key for c in collectives), seconds)
+
+
+def _in_order(collectives: Sequence[ResolvedCollective]) -> list[int]:
+    """Return the order in which a rank is held up: that of its waits, but for messages that it waits for together.
+
+    Of these, all under way before the first wait, one rank waits for the sent one first and the other for the received one,
+    which is the same one; in the order of their keys both agree.
+    """
+    order: list[int] = []
+    together: list[int] = []
+    for k in sorted(range(len(collectives)), key=lambda k: collectives[k].start):
+        one, first = collectives[k], collectives[together[0]] if together else None
+        if first is None or not (
+            one.is_message and one.arrive <= first.start and one.start - collectives[together[-1]].end <= _TOGETHER
+        ):
+            order += sorted(together, key=lambda k: collectives[k].place)
+            together = []
+        if one.is_message:
+            together.append(k)
+        else:
+            order.append(k)
+    return order + sorted(together, key=lambda k: collectives[k].place)
+
+
+def _work(intervals: Sequence[Interval], bounds: Floats) -> Floats:
+    """Seconds of each kind of work between one bound and the next, shape ``[len(bounds) - 1, 4]``."""
+    work = [interval for interval in intervals if interval.kind not in WAITS]
+    starts = np.array([interval.start for interval in work])
+    ends = np.array([interval.end for interval in work])
+    shared = np.minimum(bounds[1:, None], ends) - np.maximum(bounds[:-1, None], starts)
+    return np.clip(shared, 0, None) @ np.eye(4)[[_KINDS.get(interval.kind, 2) for interval in work]]

@@ -1,16 +1,103 @@
-"""What would the run have taken if ...? One cause of bubbles after the other is taken out of a replay of its steps."""
+"""How long the run would have taken without each cause of bubbles, by replays of its steps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.contention import Contention
 from lightning_freescale.profiling.analysis.replay import Replay
 
 Floats = NDArray[np.float64]
+_LEAST_STEPS = 10
+_COVERED, _WHOLLY_COVERED = 0.75, 0.98
+"""Shares of the compute, expected and measured, that exchanges may be beside: beside all, hidden seconds are compute."""
+_HUBER, _REWEIGHTINGS = 1.345, 20
+_VARIES = 0.01
+_WORTH = 0.01
+"""Share of the compute below which exchanges beside it are not worth a figure."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What exchanges under way do to compute.
+
+    Attributes:
+        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if that cannot be told.
+        error: its standard error; infinite without an estimate.
+        reason: why it is 0.
+    """
+
+    share: float
+    error: float
+    reason: str | None = None
+
+
+def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Contention:
+    """Regression of compute on what it should take and on the hidden seconds, deaf to outliers (Huber 1964).
+
+    Every rank has its own speed. Rank-steps whose compute exchanges cover are left out: how long they are hidden depends on
+    how long they compute. Without a cost model there is no telling: longer histories mean more compute and longer exchanges.
+    Inflation in proportion to the work is in ``expected`` already and not found, so the estimate is on the low side.
+
+    Args:
+        compute: seconds of each step on each rank, shape ``[steps, ranks]``.
+        hidden: seconds of it behind which an exchange was under way.
+        expected: seconds the work should take; None if no cost model says so.
+    """
+    if hidden.sum() <= _WORTH * compute.sum():
+        return Contention(0.0, math.inf, "hardly any exchange was under way beside compute")
+    if expected is None:
+        return Contention(0.0, math.inf, "without a cost model, longer exchanges cannot be told from more work")
+    usable = (expected > 0) & (compute > 0)
+    ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
+    speeds = np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)  # of each rank; 1 where nothing is known
+    usable &= (hidden < _COVERED * expected * speeds) & (hidden < _WHOLLY_COVERED * compute)
+    if usable.any(axis=1).sum() < _LEAST_STEPS:
+        return Contention(0.0, math.inf, f"exchanges cover the compute in all but {usable.any(axis=1).sum()} steps")
+    step, rank = np.nonzero(usable)
+    # relative to what is expected; the last column is a cost per step that the cost model missed
+    columns = np.column_stack([hidden[usable], np.full(len(rank), np.median(expected[usable]))]) / expected[usable][:, None]
+    share, error = _regress(compute[usable] / expected[usable], columns, step, rank)
+    if math.isinf(error):
+        return Contention(0.0, error, "the exchanges beside compute are all alike")
+    if share >= 1:
+        return Contention(0.0, error, f"compute grows by more than the exchanges take ({share:.2f} times that)")
+    if share < -2 * error:
+        return Contention(0.0, error, "compute beside exchanges took no longer than without them")
+    if share < 2 * error:
+        return Contention(0.0, error, f"within the noise: {share:.3f} with a standard error of {error:.3f}")
+    return Contention(share, error)
+
+
+def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[np.intp]) -> tuple[float, float]:
+    """Coefficient of the first column and its standard error, which allows for noise that a step's ranks have in common."""
+    weight = np.ones(len(y))
+    for _ in range(_REWEIGHTINGS):
+        x, centred = _within(columns, weight, rank), _within(y[:, None], weight, rank)[:, 0]
+        found = np.linalg.lstsq(x * np.sqrt(weight)[:, None], centred * np.sqrt(weight), rcond=1e-9)[0]
+        rest = centred - x @ found
+        spread = max(1.4826 * float(np.median(np.abs(rest))), 1e-12)
+        weight = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(rest), 1e-300))
+    alone = x[:, 0] - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], x[:, 0], rcond=1e-9)[0]
+    if float(np.sqrt(np.mean(alone**2))) < _VARIES * float(columns[:, 0].mean()):
+        return 0.0, math.inf
+    heard = (weight >= 1.0).astype(float)
+    slope = np.linalg.pinv(x.T @ (x * heard[:, None]), rcond=1e-9)
+    scores = np.zeros((int(step.max()) + 1, x.shape[1]))
+    np.add.at(scores, step, x * (weight * rest)[:, None])
+    return float(found[0]), float(np.sqrt((slope @ (scores.T @ scores) @ slope)[0, 0]))
+
+
+def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
+    """Less the weighted mean of the rank."""
+    total = np.bincount(rank, weight)
+    means = [np.bincount(rank, weight * column) / np.where(total > 0, total, 1.0) for column in values.T]
+    return values - np.stack([mean[rank] for mean in means], axis=1)
+
+
 _WORTH_A_NOTE = 0.01
 """Share of the time that the reader should know of."""
 _UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"

@@ -10,20 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.analysis.breakdown import column
-from lightning_freescale.profiling.analysis.contention import contention
-from lightning_freescale.profiling.analysis.imbalance import split_imbalance
-from lightning_freescale.profiling.analysis.intervals import arrivals_of, intervals_of, last_arrivals, wall_of
-from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
-from lightning_freescale.profiling.analysis.planned import PlannedStep, planned_balance
-from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankWindow
+from lightning_freescale.profiling.analysis.breakdown import arrivals_of, bubble, column, intervals_of, last_arrivals, wall_of
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep, planned_balance, split_imbalance
+from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankSegments, RankWindow
 from lightning_freescale.profiling.analysis.replay import Replay
-from lightning_freescale.profiling.analysis.segments import RankSegments
-from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
-from lightning_freescale.profiling.recording.memory import MemoryReading
+from lightning_freescale.profiling.analysis.what_if import WhatIf, contention, what_if
+from lightning_freescale.profiling.recording.memory import MemoryReading, MemoryWindows
 from lightning_freescale.profiling.recording.records import ResolvedStep
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
-from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
+from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport, compute_imbalance_of, samples_per_s_of, shares_of
 from lightning_freescale.profiling.reporting.verdict import Advise
 
 Floats = NDArray[np.float64]
@@ -185,6 +180,35 @@ class History:
             moved=None if any(one.unknown for one in sums) else int(mean("moved")),
             last=tuple(one.last for one in sums),
         )
+
+
+def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: MemoryWindows | None = None) -> dict[str, float]:
+    """Return what loggers get of some steps, by keys that begin with ``freescale/bubble/``.
+
+    Args:
+        breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
+        samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
+        memory: of the ranks in these steps; without it there is nothing of it.
+    """
+    values = {"fraction": bubble(breakdown), **shares_of(breakdown), "compute_imbalance": compute_imbalance_of(breakdown)}
+    rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": samples_per_s_of(breakdown, samples)}
+    rates["slowest_rank"] = _slowest_rank(breakdown)
+    held = {} if memory is None else _memory_scalars(memory)
+    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates, **held}.items() if value is not None}
+
+
+def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
+    """Of the rank that holds most, in bytes, and how uneven it is."""
+    most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
+    return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
+
+
+def _slowest_rank(breakdown: Floats) -> float | None:
+    """The rank that others wait for: it waits least in exchanges itself. None if there is one rank."""
+    if breakdown.shape[1] == 1:
+        return None
+    waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
+    return float(np.argmax((column(breakdown, "wall") - waits).sum(axis=0)))
 
 
 def _known(values: Sequence[Sequence[Any]]) -> Floats | None:

@@ -23,7 +23,7 @@ from lightning_freescale.profiling.hanging.standing import StandingSeen
 from lightning_freescale.profiling.hanging.table import hang_document, hang_text
 from lightning_freescale.profiling.hanging.wake_up import WakeUp
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.profiling.reporting.atomic_write import write_atomically
+from lightning_freescale.profiling.reporting.document import write_atomically
 
 LOOK_SECONDS = 1.0
 """How often a rank looks whether the run hangs: a few numbers of its own, and one small message to the store."""

@@ -1,12 +1,15 @@
-"""How much memory a rank holds, read without waiting for the device."""
+"""How much memory each rank holds, read without waiting for the device, and how it develops over a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _STATUS = Path("/proc/self/status")
 _KB = 1024
@@ -67,3 +70,83 @@ def _status() -> dict[str, int]:
     """The kernel's sizes of this process, in bytes."""
     lines = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * _KB for name, size, _ in lines}
+
+
+Floats = NDArray[np.float64]
+_LEAST = 10
+"""Windows after the first from which on a trend can be told from chance."""
+_POINTS = 64
+"""Windows are put together until there are no more: the slopes of all pairs are looked at."""
+_CHANCE = 3.3
+"""Standard deviations by which more pairs must rise than fall: one flat series in two thousand does that."""
+_STEADY = 0.5
+"""Share of its slope that memory keeps in the second half; what saturates keeps less."""
+_NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
+"""Shares of the memory that it grows by, over all windows and in one, before it is worth a word."""
+
+
+@dataclass(frozen=True)
+class MemoryWindows:
+    """Memory of every rank at the end of every window, a window being the steps between two exchanges of records.
+
+    Attributes:
+        steps: number of the last step of each window.
+        current: bytes held then, shape ``[windows, ranks]``.
+        peak: the most ever held until then, same shape.
+        reserved: bytes that the allocator kept, same shape; None where there is none.
+    """
+
+    steps: Sequence[int]
+    current: Floats
+    peak: Floats
+    reserved: Floats | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """Max over ranks / mean of what they held, as a mean over the windows."""
+        return _imbalance(self.current.mean(axis=0))
+
+    @property
+    def peak_imbalance(self) -> float:
+        """Max over ranks / mean of the highest peaks."""
+        return _imbalance(self.peak.max(axis=0))
+
+    @property
+    def slopes(self) -> Floats | None:
+        """Bytes per window that each rank's memory grows by, the first window left out; None if there are too few."""
+        points = self.current[1:]
+        return np.array([_slope(*_fewer(mine))[0] for mine in points.T]) if len(points) >= _LEAST else None
+
+    @property
+    def growing(self) -> list[int]:
+        """The ranks whose memory grows, steadily, by more than chance and by enough to matter."""
+        points = self.current[1:]
+        return [rank for rank, mine in enumerate(points.T) if len(points) >= _LEAST and _grows(mine)]
+
+
+def _imbalance(ranks: Floats) -> float:
+    return float(ranks.max() / ranks.mean()) if ranks.any() else 1.0
+
+
+def _grows(held: Floats) -> bool:
+    at, values = _fewer(held)
+    slope, excess = _slope(at, values)
+    later, _ = _slope(at[len(at) // 2 :], values[len(at) // 2 :])
+    level = float(np.median(held[:_LEAST]))
+    worth = max(_NOTICEABLE * level / (len(held) - 1), _PER_WINDOW * level)
+    return excess > _CHANCE and slope >= worth and later >= _STEADY * slope
+
+
+def _fewer(held: Floats) -> tuple[Floats, Floats]:
+    """When and how much: medians of neighbours where there are many."""
+    groups = np.array_split(np.arange(len(held)), min(len(held), _POINTS))
+    return np.array([group.mean() for group in groups]), np.array([np.median(held[group]) for group in groups])
+
+
+def _slope(at: Floats, values: Floats) -> tuple[float, float]:
+    """The median slope of all pairs (Theil-Sen), and by how many standard deviations more rise than fall (Mann-Kendall)."""
+    one, two = np.triu_indices(len(at), 1)
+    rises = values[two] - values[one]
+    count = len(at)
+    deviation = np.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    return float(np.median(rises / (at[two] - at[one]))), float(np.sign(rises).sum() / deviation)

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_freescale.profiling.recording.clocks import Clock, HostClock, clock_for
-from lightning_freescale.profiling.recording.records import Collective, Kind, Span, StepRecord
+from lightning_freescale.profiling.recording.records import Clock, Collective, HostClock, Kind, Span, StepRecord, clock_for
 
 Batch = TypeVar("Batch")
 _NOTHING: AbstractContextManager[None] = nullcontext()

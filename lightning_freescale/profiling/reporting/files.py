@@ -15,7 +15,7 @@ from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.document import write
 from lightning_freescale.profiling.reporting.page import write_page
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from lightning_freescale.profiling.reporting.trace.writer import write_trace
+from lightning_freescale.profiling.reporting.trace import write_trace
 
 _REFRESH_SHARE = 0.002
 """Share of the run that writing the report again and again may take."""

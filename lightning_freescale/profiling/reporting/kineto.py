@@ -118,7 +118,7 @@ class KinetoWindow:
         self._slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
-        """Return the window's slices for :func:`~lightning_freescale.profiling.reporting.trace.writer.write_trace`.
+        """Return the window's slices for :func:`~lightning_freescale.profiling.reporting.trace.write_trace`.
 
         They are Chrome events but for ``tid``, which is the thread's name, and ``ts`` and ``dur``, which are seconds. Operators
         below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out, which one more event tells.

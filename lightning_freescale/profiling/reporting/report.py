@@ -12,12 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, bubble, column
-from lightning_freescale.profiling.analysis.imbalance import Imbalance
-from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
-from lightning_freescale.profiling.analysis.planned import PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, Document, write
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.recording.memory import MemoryWindows
+from lightning_freescale.profiling.reporting.document import (
+    FORMAT,
+    VERSION,
+    Document,
+    ExchangeFigures,
+    Overhead,
+    RunInfo,
+    Status,
+    WaitAttribution,
+    write,
+)
 from lightning_freescale.profiling.reporting.text import summary
 from lightning_freescale.profiling.reporting.verdict import Advise, verdict_on
 
@@ -110,16 +118,16 @@ class BubbleReport:
     @property
     def shares(self) -> dict[str, float]:
         """Share of each part in the wall time, over all ranks and steps; of what is hidden, too."""
-        return _shares(self.breakdown)
+        return shares_of(self.breakdown)
 
     def rank_shares(self, rank: int) -> dict[str, float]:
         """Share of each part in one rank's wall time."""
-        return _shares(self.breakdown[:, rank])
+        return shares_of(self.breakdown[:, rank])
 
     @property
     def compute_imbalance(self) -> float:
         """Max over ranks of compute / mean, over all steps, each weighted by its compute."""
-        return _compute_imbalance(self.breakdown)
+        return compute_imbalance_of(self.breakdown)
 
     @property
     def predicted_imbalance(self) -> float | None:
@@ -143,7 +151,7 @@ class BubbleReport:
     @property
     def samples_per_s(self) -> float | None:
         """Samples of all ranks per second of wall time; None if the samples are unknown."""
-        return _samples_per_s(self.breakdown, self.samples)
+        return samples_per_s_of(self.breakdown, self.samples)
 
     @property
     def overlap_efficiency(self) -> float | None:
@@ -214,47 +222,21 @@ class BubbleReport:
         return summary(self.document(series=False))
 
 
-def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: MemoryWindows | None = None) -> dict[str, float]:
-    """Return what loggers get of some steps, by keys that begin with ``freescale/bubble/``.
-
-    Args:
-        breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
-        samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
-        memory: of the ranks in these steps; without it there is nothing of it.
-    """
-    values = {"fraction": bubble(breakdown), **_shares(breakdown), "compute_imbalance": _compute_imbalance(breakdown)}
-    rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": _samples_per_s(breakdown, samples)}
-    rates["slowest_rank"] = _slowest_rank(breakdown)
-    held = {} if memory is None else _memory_scalars(memory)
-    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates, **held}.items() if value is not None}
-
-
-def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
-    """Of the rank that holds most, in bytes, and how uneven it is."""
-    most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
-    return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
-
-
-def _shares(breakdown: Floats) -> dict[str, float]:
+def shares_of(breakdown: Floats) -> dict[str, float]:
+    """Return the share of each part in the wall time, over all ranks and steps."""
     total = breakdown.reshape(-1, len(PART_NAMES)).sum(axis=0)
     return {name: float(column(total, name) / total[0]) if total[0] else 0.0 for name in _SHARES}
 
 
-def _compute_imbalance(breakdown: Floats) -> float:
+def compute_imbalance_of(breakdown: Floats) -> float:
+    """Return max over ranks of compute / mean, each step weighted by its compute."""
     compute = column(breakdown, "compute")
     mean = float(compute.mean(axis=1).sum())
     return float(compute.max(axis=1).sum()) / mean if mean else 1.0
 
 
-def _slowest_rank(breakdown: Floats) -> float | None:
-    """The rank that others wait for: it waits least in exchanges itself. None if there is one rank."""
-    if breakdown.shape[1] == 1:
-        return None
-    waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
-    return float(np.argmax((column(breakdown, "wall") - waits).sum(axis=0)))
-
-
-def _samples_per_s(breakdown: Floats, samples: NDArray[np.int64]) -> float | None:
+def samples_per_s_of(breakdown: Floats, samples: NDArray[np.int64]) -> float | None:
+    """Return the samples of all ranks per second of wall time; None if the samples are unknown."""
     seconds = float(breakdown[:, :, 0].mean(axis=1).sum())
     return float(samples.sum()) / seconds if seconds and samples.any() else None
 
@@ -280,7 +262,7 @@ def _replay(report: BubbleReport) -> Document:
     at = np.arange(len(report.steps)) if report.replayed is None else report.replayed
     steps, breakdown = np.asarray(report.steps)[at], report.breakdown[at]
     ends = {"first_step": steps[0], "last_step": steps[-1]}
-    return {"steps": len(steps), **ends, "step_s": breakdown[:, :, 0].mean(), "shares": _shares(breakdown)}
+    return {"steps": len(steps), **ends, "step_s": breakdown[:, :, 0].mean(), "shares": shares_of(breakdown)}
 
 
 def _imbalance(imbalance: Imbalance) -> Document:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.analysis.planned import costs_in_words
+from lightning_freescale.profiling.analysis.imbalance import costs_in_words
 from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, steps_of
 
 _WIDTH = 120

@@ -12,7 +12,7 @@ import torch
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.micro_batches import Turns
-from lightning_freescale.profiling.recording.clocks import clock_for
+from lightning_freescale.profiling.recording.records import clock_for
 from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes
 from lightning_freescale.strategy.tuning.setting_trial import (
     MEASURED,

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from lightning_freescale.profiling.recording.clocks import Clock
+from lightning_freescale.profiling.recording.records import Clock
 
 MEASURED = 15
 """Steps of each candidate."""

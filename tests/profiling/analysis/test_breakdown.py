@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from lightning_freescale.profiling.analysis.breakdown import (
     ADDENDS,
     PART_NAMES,
+    Arrival,
     StepBreakdown,
+    arrivals_of,
     as_array,
     attribute,
     bubble,
     column,
-)
-from lightning_freescale.profiling.analysis.intervals import (
-    Arrival,
-    arrivals_of,
     hidden_seconds,
     intervals_of,
     last_arrivals,

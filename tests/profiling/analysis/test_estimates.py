@@ -10,10 +10,9 @@ import pytest
 
 from lightning_freescale.balance.cost import CostModel, sample_features
 from lightning_freescale.profiling import PlannedStep
-from lightning_freescale.profiling.analysis.contention import contention
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, split_imbalance
-from lightning_freescale.profiling.analysis.memory_growth import MemoryWindows
-from lightning_freescale.profiling.analysis.planned import planned_balance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, planned_balance, split_imbalance
+from lightning_freescale.profiling.analysis.what_if import contention
+from lightning_freescale.profiling.recording.memory import MemoryWindows
 
 
 def _lengths(rng: np.random.Generator, ranks: int, steps: int) -> np.ndarray:

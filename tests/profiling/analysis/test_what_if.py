@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_freescale.profiling.analysis.contention import Contention
-from lightning_freescale.profiling.analysis.intervals import intervals_of
-from lightning_freescale.profiling.analysis.replay import Replay
-from lightning_freescale.profiling.analysis.segments import COLUMNS, RankSegments, Schedule, segments_of
-from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
+from lightning_freescale.profiling.analysis.breakdown import intervals_of
+from lightning_freescale.profiling.analysis.rank_window import COLUMNS, RankSegments, segments_of
+from lightning_freescale.profiling.analysis.replay import Replay, Schedule
+from lightning_freescale.profiling.analysis.what_if import Contention, WhatIf, what_if
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_behind_workers, run_segments, wall
 

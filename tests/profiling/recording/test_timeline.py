@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_freescale.profiling.collection.step_buffer import StepBuffer
+from lightning_freescale.profiling.collection.rank_exchange import StepBuffer
 from lightning_freescale.profiling.recording import memory as module
-from lightning_freescale.profiling.recording.clocks import CudaClock, HostClock, clock_for
 from lightning_freescale.profiling.recording.memory import MemoryReading, memory_reader
 from lightning_freescale.profiling.recording.records import (
     Collective,
+    CudaClock,
+    HostClock,
     Interval,
     ResolvedCollective,
     Span,
     StepRecord,
+    clock_for,
     resolve,
     stamps_of,
 )

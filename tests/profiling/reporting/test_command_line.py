@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_freescale.profiling.__main__ import main
-from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.profiling.reporting.facts import Status
+from lightning_freescale.profiling.reporting.document import Status, read
 from tests.helpers.reports import full_report, run_of
 from tests.helpers.shown_page import packed
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
-from lightning_freescale.profiling.reporting.facts import Status
+from lightning_freescale.profiling.reporting.document import Status
 from tests.helpers.reports import VERSIONS, full_report, run_of
 
 

@@ -17,8 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.reporting.document import FORMAT, check, read, write
-from lightning_freescale.profiling.reporting.facts import Overhead, WaitAttribution
+from lightning_freescale.profiling.reporting.document import FORMAT, Overhead, WaitAttribution, check, read, write
 from tests.helpers.reports import full_report, report_of, run_of, step
 
 SCHEMA = json.loads(files("lightning_freescale.profiling.reporting").joinpath("schema.json").read_text())

@@ -13,8 +13,7 @@ import pytest
 
 from lightning_freescale.profiling.recording.records import Interval, ResolvedStep
 from lightning_freescale.profiling.reporting import files as module
-from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.profiling.reporting.facts import WaitAttribution
+from lightning_freescale.profiling.reporting.document import WaitAttribution, read
 from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting import kineto
 from lightning_freescale.profiling.reporting.kineto import KinetoWindow, slices_of, temporal_breakdown
-from lightning_freescale.profiling.reporting.trace.writer import write_trace
+from lightning_freescale.profiling.reporting.trace import write_trace
 from lightning_freescale.testing import run_distributed
 from tests.helpers.chrome_trace import read_trace
 

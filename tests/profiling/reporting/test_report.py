@@ -12,15 +12,14 @@ import pytest
 
 import lightning_freescale
 import lightning_freescale.profiling.reporting.page as page
+from lightning_freescale.callbacks.bubble_profiler import _live_text
+from lightning_freescale.callbacks.loggers import _COLORS, draw
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.analysis.imbalance import Imbalance
-from lightning_freescale.profiling.analysis.planned import PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting import facts
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, Overhead, Status, WaitAttribution
-from lightning_freescale.profiling.reporting.live import live_text
-from lightning_freescale.profiling.reporting.picture import _COLORS, draw
-from lightning_freescale.profiling.reporting.report import BubbleReport, window_scalars
+from lightning_freescale.profiling.collection.history import window_scalars
+from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import RUN, full_report, growing_memory, report_of, run_info, step
 
 PLAN = PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 0, 3)
@@ -82,7 +81,7 @@ def test_scalars() -> None:
     assert report.compute_s == pytest.approx(1.5) and Overhead(0.5, 0.25).total == 0.75
     assert report.overlap_efficiency == pytest.approx(0.75), "hidden and transfer; straggler wait does not count"
     assert list(report.shares) == ["data_wait", "compute", *PART_NAMES[2:]]
-    assert facts.RunInfo("a", "Model", 1, 1).versions["lightning_freescale"] == lightning_freescale.__version__
+    assert RunInfo("a", "Model", 1, 1).versions["lightning_freescale"] == lightning_freescale.__version__
 
 
 def test_shapes_must_fit() -> None:
@@ -271,9 +270,9 @@ def test_the_largest_cause_beside_a_progress_bar() -> None:
     shares |= {"unexplained": 0.0, "fraction": 0.314, "forward": 0.5, "hidden": 0.9}
     for cause, name in (("straggler_wait", "straggler wait"), ("wait", "wait for peers"), ("unexplained", "unexplained")):
         figures = {**shares, cause: 0.22, "slowest_rank": 3.0}
-        told = live_text({f"freescale/bubble/{name}": value for name, value in figures.items()})
+        told = _live_text({f"freescale/bubble/{name}": value for name, value in figures.items()})
         assert told == f"31.4% ({name} 22.0%, slowest rank 3)"
-    assert live_text({f"freescale/bubble/{name}": value for name, value in shares.items()}) == "31.4% (data wait 5.0%)"
+    assert _live_text({f"freescale/bubble/{name}": value for name, value in shares.items()}) == "31.4% (data wait 5.0%)"
 
 
 def test_the_bars_of_the_picture_are_the_seconds_of_the_parts() -> None:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_freescale.callbacks.advice import advise
-from lightning_freescale.profiling.analysis.imbalance import Imbalance
-from lightning_freescale.profiling.analysis.planned import PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
-from lightning_freescale.profiling.reporting.facts import ExchangeFigures, RunInfo, Status, WaitAttribution
+from lightning_freescale.profiling.reporting.document import ExchangeFigures, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import _ADVICE, _HOW, BubbleVerdict, verdict_line, verdict_on
 from tests.helpers.reports import full_report, report_of, run_info, step

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
-from lightning_freescale.profiling.reporting.trace.chrome import Slice, nested, rows_without_overlap
-from lightning_freescale.profiling.reporting.trace.writer import write_trace
+from lightning_freescale.profiling.reporting.trace import Slice, nested, rows_without_overlap, write_trace
 from tests.helpers.chrome_trace import read_trace
 from tests.helpers.profiled_runs import random_run
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from html import escape
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -18,11 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale.profiling.reporting.atomic_write import write_atomically
 from lightning_freescale.profiling.reporting.compare import compare, differences, remarks
-from lightning_freescale.profiling.reporting.document import FORMAT, VERSION
-from lightning_freescale.profiling.reporting.page import plotting
+from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, write_atomically
 
+WITHOUT_PLOTLY = (
+    "a bubble report's page has no pictures without the package plotly, which is not installed; its tables, the text and "
+    "report.json are complete. Run pip install 'lightning-freescale[report]'; afterwards, or on another machine, "
+    "python -m lightning_freescale.profiling page report.json -o report.html writes the page again"
+)
 _SCRIPTS = ("figures", "packed", "parts", "plot", "pictures", "bars", "tables", "ablation", "page")
 """In this order: later ones use what earlier ones define."""
 _LICENCE = "<details><summary>Pictures by plotly.js, under its licence</summary><pre>{}</pre></details>\n"
@@ -45,27 +50,27 @@ def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path
     """
     if not documents:
         raise ValueError("documents is empty; pass at least one report, as read from a report.json")
-    if not plotting.is_installed():
-        warnings.warn(plotting.WITHOUT, stacklevel=2)
+    if not has_plotly():
+        warnings.warn(WITHOUT_PLOTLY, stacklevel=2)
     packed = [_packed(index, document) for index, document in enumerate(documents)]
     reports = ",".join(shown for shown, _ in packed)
     content = f'{{"reports":[{reports}],"compared":{json.dumps(_compared(documents))}}}'
     series = "".join(_element(planes, 'class="series"', level=1) for _, planes in packed)
     script = f'"use strict";\n(() => {{\n{"".join(_read(f"{name}.js") for name in _SCRIPTS)}}})();'
-    library = plotting.javascript() if plotting.is_installed() else None
+    library = _plotly_javascript() if has_plotly() else None
     page = Template(_read("page.html")).substitute(
         style=_read("page.css"),
         policy=" ".join(_hash(text) for text in (script, library) if text is not None),
         content=_element(content.encode(), 'id="content"') + series,
         library="" if library is None else _element(library.encode(), 'id="library"'),
-        licence="" if library is None else _LICENCE.format(escape(plotting.licence())),
+        licence="" if library is None else _LICENCE.format(escape(_plotly_licence())),
         script=script,
     )
     return write_atomically(path, [page])
 
 
 def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return files(__package__).joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:
@@ -114,3 +119,24 @@ def _compared(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     lines = {"differences": differences, "remarks": remarks}
     unique = {name: list(dict.fromkeys(line for o in others for line in of(base, o))) for name, of in lines.items()}
     return {"runs": runs, **unique}
+
+
+def has_plotly() -> bool:
+    """Whether pages can have pictures."""
+    return find_spec("plotly") is not None and find_spec("plotly.offline") is not None
+
+
+def _plotly_javascript() -> str:
+    """Return the library: one script that needs nothing else."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _plotly_licence() -> str:
+    """Return the licence under which a page carries the library along; its name where the package came without the text."""
+    try:
+        files = distribution("plotly").files or ()
+    except PackageNotFoundError:
+        files = ()
+    return next((file.read_text() for file in files if file.name == "LICENSE.txt"), "MIT License, Copyright Plotly, Inc.")
