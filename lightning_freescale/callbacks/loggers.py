@@ -83,7 +83,7 @@ def _log_to_tensorboard(logger: Any, report: BubbleReport, files: Mapping[str, P
     indented = "\n".join(f"    {line}" for line in str(report).splitlines())  # which is how Markdown keeps columns
     logger.experiment.add_text(_PAGE, indented, step)
     if find_spec("matplotlib") is not None:
-        logger.experiment.add_figure("freescale/bubble/picture", _draw(report), step)
+        logger.experiment.add_figure("freescale/bubble/picture", draw(report), step)
 
 
 _LOG: dict[type[Logger], Callable[[Any, BubbleReport, Mapping[str, Path], int], None]] = {
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _draw(report: BubbleReport) -> Figure:
+def draw(report: BubbleReport) -> Figure:
     """Return a figure of two charts: where each rank's time went, and the bubble of every step, in time and over the ranks.
 
     Raises:

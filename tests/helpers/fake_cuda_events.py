@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_freescale.profiling.recording import clocks
+from lightning_freescale.profiling.recording import records
 
 
 class Device:
@@ -57,7 +57,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "current_device", self.current)
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
-        monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(records, "time", SimpleNamespace(perf_counter=lambda: self.now))
         return self
 
 

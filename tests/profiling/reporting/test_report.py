@@ -295,7 +295,7 @@ def test_the_picture_has_the_ranks_with_the_largest_bubbles() -> None:
     figure = draw(report_of(parts))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [f"rank {rank}" for rank in range(32, 64)]
     assert "32 of 64 ranks" in figure.axes[0].get_title()
-    style = (Path(page.__file__).parent / "page.css").read_text()
+    style = (Path(page.__file__).parent / "page" / "page.css").read_text()
     light = dict(re.findall(r"--(\w+): (#\w{6});", style.split("@media")[0]))
     assert {name: light[name] for name in _COLORS} == _COLORS, "colours are those of the page"
 
