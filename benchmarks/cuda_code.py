@@ -26,6 +26,7 @@ CONDITIONS = {
         "self.moves_by_nccl and self._backends.nccl is None": True,
         "self.moves_by_nccl": True,
     },
+    "comm/transports/host.py": {"self._staging is not None": True, "self._staging is None": False, "ahead.copy is None": False},
     "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
     "embeddings/lookahead/kjt_path.py": {"self._copied": False},
     "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
@@ -74,7 +75,6 @@ ON_CPU_AS_WELL = {
     "comm/process_group.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
     "comm/transports/topology.py": {"torch.cuda.is_": "asks whether there is CUDA"},
     "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
-    "comm/transports/host.py": {"wait_event": "HostStaging has it, too"},
 }
 """What names CUDA in a line that every device runs, with the reason."""
 

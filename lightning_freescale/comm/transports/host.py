@@ -27,50 +27,21 @@ from lightning_freescale.comm.transports.transfer import Transfer
 
 @dataclass
 class HostCopy:
-    """A chunk on its way to the host, in ``memory`` at least as long, uint8; there at once without ``event``."""
+    """A chunk on its way from a GPU to ``memory`` of the host, uint8, at least as long."""
 
     memory: Tensor
     length: int
-    event: Any = None
+    event: Any
 
     @property
     def is_ready(self) -> bool:
         """Return whether the chunk is there."""
-        return self.event is None or bool(self.event.query())
+        return bool(self.event.query())
 
     def wait(self) -> Tensor:
         """Return the chunk on the host, once it is there."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
         return self.memory[: self.length]
-
-
-class HostStaging:
-    """For tensors that are on the host: nothing is copied but a rank's own part."""
-
-    def wait_event(self, issued: Any) -> None:
-        """Return at once: the caller's writes are done."""
-
-    def copy_to_host(self, chunk: Tensor) -> HostCopy:
-        """Return the chunk itself, which is there."""
-        return HostCopy(chunk, len(chunk))
-
-    def release(self, copy: HostCopy) -> None:
-        """Keep the memory, which is the caller's."""
-
-    def allocate(self, chunk: Tensor) -> Tensor:
-        """Return the chunk itself, to be received in."""
-        return chunk
-
-    def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
-        """Leave what has arrived, which is in its place."""
-
-    def copy_local(self, source: Tensor, target: Tensor) -> None:
-        """Copy a chunk to another place."""
-        target.copy_(source)
-
-    def synchronize(self) -> None:
-        """Return at once: all is in its place."""
 
 
 Allocate = Callable[[int], Tensor]
@@ -153,9 +124,6 @@ class DeviceStaging:
         pool.release(memory)
 
 
-Staging = HostStaging | DeviceStaging
-
-
 class PinnedPool:
     """Page-locked buffers, kept for reuse because pinning is slow; ``held`` bytes, never more than ``bound``.
 
@@ -228,9 +196,9 @@ class HostTransport:
             staging.close()
         self._stagings.clear()
 
-    def _staging(self, device: torch.device) -> Staging:
+    def _staging(self, device: torch.device) -> DeviceStaging | None:
         if device.type == "cpu":
-            return HostStaging()
+            return None
         if device not in self._stagings:
             self._stagings[device] = DeviceStaging(device, self._pinned_bytes)
         return self._stagings[device]
@@ -244,9 +212,9 @@ class _Round:
     source: int
     outgoing: Tensor | None
     incoming: Tensor | None
-    copy: HostCopy | None = None
+    copy: Any = None  # of the outgoing chunk to the host, from a GPU
     send: dist.Work | None = None
-    memory: Tensor | None = None
+    memory: Any = None  # where the incoming chunk arrives on the host
     receive: dist.Work | None = None
 
 
@@ -266,7 +234,7 @@ class P2PSchedule:
     def __init__(
         self,
         p2p: GlooP2P,
-        staging: Staging,
+        staging: DeviceStaging | None,
         transfer: Transfer,
         options: ProcessGroupFreeScaleOptions,
         most: int,
@@ -291,7 +259,8 @@ class P2PSchedule:
 
     def start(self) -> None:
         """Post what comes first before the ranks have agreed, where a message of another size has another tag."""
-        self._staging.wait_event(self._transfer.issued)
+        if self._staging is not None:
+            self._staging.wait_event(self._transfer.issued)
         if self._chunk <= _TAGGED_BYTES:
             self._look_ahead(0, self._fewest)
 
@@ -306,7 +275,8 @@ class P2PSchedule:
             window = min(max(self._fewest, int(self._in_flight_seconds / per_round)), self._most)
         if self._includes_self:
             self._copy_own_part()
-        self._staging.synchronize()
+        if self._staging is not None:
+            self._staging.synchronize()
 
     def _look_ahead(self, number: int, window: int) -> None:
         """Start what belongs to the rounds from ``number`` on: twice as many receives as sends, and one more copy."""
@@ -320,25 +290,28 @@ class P2PSchedule:
 
     def _receive(self, ahead: _Round) -> None:
         if ahead.incoming is not None:
-            ahead.memory = self._staging.allocate(ahead.incoming)
+            ahead.memory = ahead.incoming if self._staging is None else self._staging.allocate(ahead.incoming)
             memory, tag = ahead.memory[: len(ahead.incoming)], self._tag(ahead.incoming)
             ahead.receive = self._p2p.receive(memory, ahead.source, tag)
 
     def _copy_to_host(self, ahead: _Round) -> None:
-        if ahead.outgoing is not None:
+        if self._staging is not None and ahead.outgoing is not None:
             ahead.copy = self._staging.copy_to_host(ahead.outgoing)
 
     def _send(self, ahead: _Round) -> None:
-        if ahead.copy is not None and ahead.outgoing is not None:
-            ahead.send = self._p2p.send(ahead.copy.wait(), ahead.target, self._tag(ahead.outgoing))
+        if ahead.outgoing is not None:
+            message = ahead.outgoing if ahead.copy is None else ahead.copy.wait()
+            ahead.send = self._p2p.send(message, ahead.target, self._tag(ahead.outgoing))
 
     def _complete_round(self, current: _Round) -> None:
-        if current.receive is not None and current.memory is not None and current.incoming is not None:
+        if current.receive is not None and current.incoming is not None:
             self._p2p.wait(current.receive, current.source, self._transfer.timeout)
-            self._staging.copy_to_device(current.memory, current.incoming)
-        if current.send is not None and current.copy is not None:
+            if self._staging is not None:
+                self._staging.copy_to_device(current.memory, current.incoming)
+        if current.send is not None:
             self._p2p.wait(current.send, current.target, self._transfer.timeout)
-            self._staging.release(current.copy)
+            if self._staging is not None:
+                self._staging.release(current.copy)
         current.receive = current.send = current.memory = current.copy = None
 
     def _split(self, part: Tensor) -> tuple[Tensor, ...]:
@@ -346,9 +319,13 @@ class P2PSchedule:
 
     def _copy_own_part(self) -> None:
         source, target = self._transfer.outgoing[self._p2p.rank], self._transfer.incoming[self._p2p.rank]
-        if len(source) and source.data_ptr() != target.data_ptr():
-            for chunk, place in zip(source.split(self._chunk), target.split(self._chunk)):
-                self._staging.copy_local(chunk, place)
+        if not len(source) or source.data_ptr() == target.data_ptr():
+            return
+        if self._staging is None:
+            target.copy_(source)
+            return
+        for chunk, place in zip(source.split(self._chunk), target.split(self._chunk)):
+            self._staging.copy_local(chunk, place)
 
     def _tag(self, chunk: Tensor) -> int:
         if self._transfer.chunk_tag is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
-from lightning_freescale.comm.transports.host import PINNED_BYTES, DeviceStaging, HostStaging, HostTransport, PinnedPool
+from lightning_freescale.comm.transports.host import PINNED_BYTES, DeviceStaging, HostTransport, PinnedPool
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.transfer import DTYPES, RankBuffers, Transfer
 from lightning_freescale.testing import run_distributed
@@ -60,7 +60,7 @@ def make_transfer(sizes: Sizes, rank: int, number: int) -> Transfer:
 
 def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, pinned_bytes: int = PINNED_BYTES) -> HostTransport:
     host = HostTransport(p2p, ProcessGroupFreeScaleOptions(chunk_bytes=chunk), pinned_bytes)
-    host._stagings[DEVICE] = staging or HostStaging()
+    host._stagings[DEVICE] = staging
     return host
 
 
@@ -251,7 +251,7 @@ def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch:
     assert first is not other and first is host._staging(gpus[0])
     assert made == [gpus[0]] * 2 + [gpus[1]] * 2, "a stream for each direction"
     assert first._outgoing.bound == first._incoming.bound == 500
-    assert isinstance(host._staging(torch.device("cpu")), HostStaging)
+    assert host._staging(torch.device("cpu")) is None
 
 
 def _pool(bound: int) -> tuple[PinnedPool, list[int]]:
