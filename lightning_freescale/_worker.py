@@ -136,7 +136,7 @@ class _JobError(Exception):
 
 
 def _attempt(future: Future[Any], job: Job, *args: Any) -> Callable[[], None]:
-    """Return what gives the future a job's result, or the error it raised: any error, because somebody waits for the job."""
+    """Run a job; return the call that gives the future its result or its error, which may be of any kind."""
     try:
         return partial(future.set_result, job(*args))
     except BaseException as error:

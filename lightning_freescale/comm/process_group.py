@@ -38,7 +38,7 @@ _DELEGATED = (
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("send", "recv", "recv_anysource", "barrier"),
 )
-# What torch does in C++ past the lane: it would make groups out of this one's backends that have no lane, or tell hooks of the
+# torch runs these in C++ past the lane: it would make groups without a lane out of this one's backends, or call hooks for the
 # delegated collectives alone.
 _REFUSED = (
     *("split_group", "merge_remote_group", "new_window", "get_reconfigure_handle", "reconfigure"),
@@ -147,8 +147,8 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         if self._is_native(*inputs):
             return self._native("allgather", outputs, inputs, opts)
         if len(inputs) != 1 or len(outputs) != 1:
-            told = f"{len(outputs)} lists of outputs for {len(inputs)} inputs: pass one of each"
-            return self._refuse("all_gather", told, opts)
+            reason = f"{len(outputs)} lists of outputs for {len(inputs)} inputs: pass one of each"
+            return self._refuse("all_gather", reason, opts)
         outgoing = partial(RankBuffers.from_repeated, inputs[0])
         incoming = partial(RankBuffers.from_tensors, "output", outputs[0])
         return self._collective("all_gather", outgoing, incoming, outputs[0], opts)
@@ -165,19 +165,19 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
     def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Run several :meth:`all_gather_single` and return one Work."""
         if not input or len(output) != len(input):
-            told = f"{len(output)} outputs for {len(input)} inputs: pass one for each, and at least one"
-            return self._refuse("all_gather_single", told, opts, *input)
+            reason = f"{len(output)} outputs for {len(input)} inputs: pass one for each, and at least one"
+            return self._refuse("all_gather_single", reason, opts, *input)
         return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
 
     @_accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Run several :meth:`allgather` and return one Work; ``output`` is by rank, then by input."""
         if not input or [len(row) for row in output] != [len(input)] * self.size():
-            told = (
+            reason = (
                 f"lists of {[len(row) for row in output]} outputs for {self.size()} ranks and {len(input)} inputs: pass a list "
                 "per rank with an output for each input, and at least one"
             )
-            return self._refuse("all_gather", told, opts, *input)
+            return self._refuse("all_gather", reason, opts, *input)
         columns = [list(column) for column in zip(*output, strict=True)]
         works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
         return CoalescedWork(works, [tensor for row in output for tensor in row])
@@ -218,14 +218,14 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             received: where it comes to, shape ``[sum(gets)]``, of any number type.
             send: what goes, shape ``[sum(gives)]``, of the same type.
             gets: for every rank the length of its slot, in elements. What comes is at the slot's beginning and may be shorter;
-                the rest of the slot is left as it is, and how much came is not told.
+                the rest of the slot is left as it is, and the length of what came is not returned.
             gives: for every rank how many elements it gets; the own part is copied. A rank with which there is neither slot nor
                 part is left out, and must leave out this one.
             exact: every slot is just as long as what comes.
             timeout: how long a peer may show no progress; None: the group's. CUDA tensors take the group's.
 
         Raises:
-            ValueError: an argument is wrong; the other ranks are told.
+            ValueError: an argument is wrong; the other ranks have an error, too.
             DistBackendError: a peer is gone, did not come, sends more than its slot holds or another dtype, is at another
                 exchange, or the lane has ended before.
         """
@@ -299,13 +299,13 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             work.wait()
         return work
 
-    def _refuse(self, name: str, told: str, opts: Any, *tensors: Tensor) -> dist.Work:
-        """Raise ValueError here, and tell the other ranks, unless they are in torch's own collective and cannot hear of it."""
+    def _refuse(self, name: str, reason: str, opts: Any, *tensors: Tensor) -> dist.Work:
+        """Raise ValueError here, and an error on the other ranks, unless they are in torch's own collective."""
         if self._is_native(*tensors):
-            raise ValueError(f"freescale {name}: {told}")
+            raise ValueError(f"freescale {name}: {reason}")
 
         def fail(ranks: int) -> RankBuffers:
-            raise ValueError(told)
+            raise ValueError(reason)
 
         return self._collective(name, fail, fail, [], opts)
 

@@ -1,7 +1,7 @@
 """``transport="auto"``: torch's own backend moves CUDA tensors until a transport has proved itself, in this process.
 
-A transport proves itself by delivering the same bytes, and sooner beside compute. Every rank runs the same steps. After each it
-hears how the others fared, so that what fails on one rank is dropped on all of them, and all come to one verdict.
+A transport proves itself by delivering the same bytes, and sooner beside compute. Every rank runs the same steps. After each
+the ranks exchange the results, so that all drop a candidate that fails on one of them, and all come to one verdict.
 """
 
 from __future__ import annotations
@@ -262,8 +262,8 @@ class Proof:
                 self._wait(name, self.candidates[name](received, send, gets, gives))
                 for source, (came, should) in enumerate(zip(received.split(gets), expected.split(gets))):
                     if not torch.equal(came, should):
-                        told = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
-                        raise RuntimeError(f"{told} are not those that torch's own backend delivers")
+                        wrong = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
+                        raise RuntimeError(f"{wrong} are not those that torch's own backend delivers")
                 return 0.0
 
             self._attempt(name, exchange)

@@ -1,9 +1,9 @@
 """An all-to-all whose ranks have agreed by themselves: what they send and expect is not compared before it moves.
 
-The way of MPI's eager and rendezvous messages. Every rank keeps a receive of fixed size posted for every other. A short part is
-copied behind a head that tells its length, and that is the only message. Of a long part the head goes first; the receive for
-the part is posted when it has come, with the length it tells. So no message can be longer than its receive, for which gloo
-would end the process, and both directions of a link are at work also when a rank is late.
+This is how MPI sends eager and rendezvous messages. Every rank keeps a receive of fixed size posted for every other. A short
+part is one message, behind a head with its length. The head of a long part goes first. When it has come, the receive for the
+part is posted with that length. So no message can be longer than its receive, for which gloo would end the process, and both
+directions of a link are at work also when a rank is late.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class _Link:
 
 
 def _refuse(name: str, tensor: Tensor) -> NoReturn:
-    told = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
-    raise ValueError(f"{told}: pass a contiguous one of one dimension on the CPU, of a plain number type, resolved")
+    given = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
+    raise ValueError(f"{given}: pass a contiguous one of one dimension on the CPU, of a plain number type, resolved")
 
 
 def exchange_with_sizes(

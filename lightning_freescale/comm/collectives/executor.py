@@ -51,7 +51,7 @@ class CollectiveExecutor:
         self._issued = 0
         rank, size = backend_opts.group_rank, backend_opts.group_size
         store = dist.PrefixStore("freescale", backend_opts.store)
-        ranks = list(backend_opts.global_ranks_in_group) or list(range(size))  # torch tells none for the default group
+        ranks = list(backend_opts.global_ranks_in_group) or list(range(size))  # torch gives none for the default group
         self.p2p = GlooP2P(store, rank, size, self._timeout, ranks)
         self._handshake = CollectiveHandshake(self.p2p)
         self._worker = WorkerThread(f"freescale lane {self._name}")
@@ -79,7 +79,7 @@ class CollectiveExecutor:
         """Run the next collective: in the background, or on the caller's thread if nothing is before it, and then it is done.
 
         Raises:
-            ValueError: the tensors do not fit or cannot be sent; the other ranks have been told.
+            ValueError: the tensors do not fit or cannot be sent; the other ranks have an error, too.
             DistBackendError: the lane has ended.
         """
         self.check_open(name)
@@ -90,9 +90,9 @@ class CollectiveExecutor:
         except Exception as error:
             nothing = [torch.empty(0, dtype=torch.uint8)] * size
             empty = Transfer(name, nothing, nothing, 0, torch.device("cpu"), timeout, number)
-            heard = self._worker.run(partial(self._execute, empty, str(error) or type(error).__name__)).exception()
-            if heard is not None and not isinstance(heard, Exception):
-                raise heard from None
+            sent = self._worker.run(partial(self._execute, empty, str(error) or type(error).__name__)).exception()
+            if sent is not None and not isinstance(sent, Exception):
+                raise sent from None
             raise ValueError(self._locate(name, str(error))) from error
         if transfer.device.type == "cuda":
             transfer.issued = torch.cuda.current_stream(transfer.device).record_event()
@@ -120,7 +120,7 @@ class CollectiveExecutor:
             raise dist.DistBackendError(self._locate(name, self.failure))
 
     def give_up(self, error: BaseException) -> None:
-        """End the lane because its group cannot be made, and tell the other ranks why."""
+        """End the lane because its group cannot be made; the other ranks get the reason."""
         self._end_lane("set-up", error)
         self.abort()
 

@@ -68,8 +68,8 @@ class CollectiveHandshake:
         """Compare this rank's part of a collective, or its refusal, with those of all ranks; set ``transfer.largest``."""
         transfer.largest = max(part.shape[0] for part in transfer.outgoing)
         headers = self._exchange(transfer, refusal)
-        told = [(self._p2p.rank, refusal), *((peer, header.refusal) for peer, header in headers.items())]
-        refusals = [f"rank {self._p2p.ranks[peer]} cannot take part: {text}" for peer, text in sorted(told) if text]
+        texts = [(self._p2p.rank, refusal), *((peer, header.refusal) for peer, header in headers.items())]
+        refusals = [f"rank {self._p2p.ranks[peer]} cannot take part: {text}" for peer, text in sorted(texts) if text]
         if refusals:
             raise dist.DistBackendError("; ".join(refusals))
         for peer, header in headers.items():
@@ -120,9 +120,9 @@ def _check_header(transfer: Transfer, header: Header, peer: int, global_rank: in
     theirs = (header.name, DTYPES[header.dtype_index], "CUDA" if header.on_gpu else "CPU")
     ours = (transfer.name, DTYPES[transfer.dtype_index], "CUDA" if transfer.device.type == "cuda" else "CPU")
     if theirs != ours:
-        told = [f"{name} with {dtype} on {device}" for name, dtype, device in (theirs, ours)]
+        parts = [f"{name} with {dtype} on {device}" for name, dtype, device in (theirs, ours)]
         raise dist.DistBackendError(
-            f"rank {global_rank} takes part in {told[0]}, this one in {told[1]}: issue the same collectives "
+            f"rank {global_rank} takes part in {parts[0]}, this one in {parts[1]}: issue the same collectives "
             "in the same order on every rank"
         )
     gets, gives = transfer.incoming[peer].shape[0], transfer.outgoing[peer].shape[0]

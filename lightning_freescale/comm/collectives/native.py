@@ -34,8 +34,8 @@ class NativeBackends:
     take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
 
     Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
-    a registered NCCL as soon as the group is made, if the default group is bound to a device: communicators that nobody uses
-    would cost GPU memory. Not tested on GPU.
+    a registered NCCL as soon as the group is made, if the default group is bound to a device: unused communicators would
+    cost GPU memory. Not tested on GPU.
 
     Attributes:
         inner: the group that has the backends.

@@ -110,7 +110,7 @@ class CoalescedWork(_ResultWork):
 
 
 class FinishedWork(CoalescedWork):
-    """A Work of torch's own after which ``finish`` is called once, when somebody waits for it."""
+    """A Work of torch's own after which ``finish`` is called once, at the first wait."""
 
     def __init__(self, work: dist.Work, results: list[Tensor], finish: Callable[[], Any]) -> None:
         super().__init__([work], results)

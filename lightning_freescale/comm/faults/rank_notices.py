@@ -1,4 +1,4 @@
-"""What ranks tell each other beside training, by the store they met at: who is to stop, who has failed, where each is."""
+"""Notices of the ranks beside training, through their store: which is to stop, which has failed, where each is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_freescale._worker import start_daemon
 Point = tuple[int, int]
 """A place in a run where it can stop; all ranks come through the same points in the same order."""
 POLL_SECONDS = 1.0
-"""How often a rank looks whether another one has told something: one small message to the store."""
+"""How often a rank looks for notices of the others: one small message to the store."""
 ANSWER_SECONDS = 3.0
 """How long a rank that asks the others, or the store, waits for answers."""
 _AGREE_SECONDS = 0.05
@@ -69,7 +69,7 @@ class RankNotices:
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
 
     def close(self) -> None:
-        """Tell the others that this rank comes to no point any more, and end the thread."""
+        """Let the others know that this rank comes to no further point, and end the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(self._leave)
@@ -99,7 +99,7 @@ class RankNotices:
         return self._agreed.wait(self._timeout) and point > self._last
 
     def look(self) -> None:
-        """Tell what is to be told, and hear what the others have told until now, without waiting for the next poll."""
+        """Exchange notices with the store now, without waiting for the next poll."""
         with suppress(NotInTime, RuntimeError):
             self._ask(self._look, _TELL_SECONDS)
 
@@ -122,7 +122,7 @@ class RankNotices:
     def _leave(self) -> None:
         if not self._stopping:
             self._store.set(f"at/{self.rank}", json.dumps(_NEVER))
-        if self.rank == 0:  # nobody decides any more
+        if self.rank == 0:  # no other rank decides
             self._store.compare_set("last", "", json.dumps(_NEVER))
 
     # -- to say why
@@ -136,15 +136,15 @@ class RankNotices:
             return
         self._failed = True
         if _is_of_a_collective(error):
-            told = " ".join(str(argument) for argument in error.args)
-            error.args = (f"{told}\n{self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))}",)
+            text = " ".join(str(argument) for argument in error.args)
+            error.args = (f"{text}\n{self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))}",)
             return
         text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
         with suppress(NotInTime, RuntimeError):
             self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
 
     def _explain(self, place: str) -> str:
-        """Return which rank was the cause and why; where nobody knows, which are silent, and where the others stand."""
+        """Return which rank was the cause and why; if that is not known, which are silent, and where the others are."""
         held = "the ranks' store, which is in rank 0 unless the launcher holds it,"
         try:
             return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
@@ -172,7 +172,7 @@ class RankNotices:
         return self._publish("; ".join([*gone, f"where the ranks stand: {', '.join(places)}"]), len(answered))
 
     def _publish(self, failure: str, ranks: int) -> str:
-        """Tell why the run fails, unless another rank has; so many can hear it, this one among them. Return what holds."""
+        """Publish a failure unless another rank has, for so many ranks, this one included; return the first one."""
         self._store.set("hearers", str(ranks))
         self._store.compare_set("failure", "", failure)
         self._store.set("alarm", "1")
@@ -181,7 +181,7 @@ class RankNotices:
         return self._failure
 
     def _wait_until_heard(self) -> None:
-        """Wait on rank 0, with whose process the store may end, until all that can hear it know why the run fails."""
+        """Wait on rank 0, with whose process the store may end, until the other ranks know why the run fails."""
         if self.rank != 0:
             return
         began, ranks = time.monotonic(), int(self._store.get("hearers"))
@@ -217,7 +217,7 @@ class RankNotices:
                 return
             try:
                 job()
-            except RuntimeError:  # the store has ended with its process; whoever waits for it hears of that elsewhere
+            except RuntimeError:  # the store has ended with its process; other calls report that
                 self._lost = True
 
     def _look(self) -> None:

@@ -23,7 +23,7 @@ class CudaDriver:
     addresses instead of tensors, because a slice of a tensor costs as much again.
 
     Streams are made here, because torch hands out the same 32 streams again and again, and one that waits for a word would
-    hold up whoever shares it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
+    hold up every user of it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
     device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 over
     driver 12) a warning says so once.
 
@@ -57,7 +57,7 @@ class CudaDriver:
             yield
 
     def create_stream(self, urgent: bool = False) -> Any:
-        """Return a stream that nobody else uses; an urgent one gets on although others are stuck."""
+        """Return a stream of its own; an urgent one gets on although others are stuck."""
         priorities = self._call("cuCtxGetStreamPriorityRange")
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = self._call("cuStreamCreateWithPriority", flags, priorities[1 if urgent else 0])

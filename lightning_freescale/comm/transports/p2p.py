@@ -81,10 +81,10 @@ class GlooP2P:
         self._call_naming_peer(peer, lambda: work.wait(timeout), timeout)
 
     def abort(self, reason: str) -> None:
-        """Tell the others why this rank gives up, and close the connections, so that nobody waits for it."""
+        """Leave the reason in the store and close the connections, so that no rank waits for this one."""
         if self._gloo is not None:
-            told = f"rank {self.ranks[self.rank]} has given up: {reason}"
-            self._ask_store(lambda store: store.compare_set(_FAILURE_KEY, "", told))
+            failure = f"rank {self.ranks[self.rank]} has given up: {reason}"
+            self._ask_store(lambda store: store.compare_set(_FAILURE_KEY, "", failure))
         self.close_connections()
 
     def refuse_more(self) -> None:
@@ -92,7 +92,7 @@ class GlooP2P:
         self._ending = True
 
     def close_connections(self) -> None:
-        """Close the connections; whoever waits here or at a peer has an error."""
+        """Close the connections; every wait here or at a peer raises."""
         gloo, self._gloo = self._gloo, None
         for peer in self.peers if gloo is not None else ():
             # Gloo's own abort does nothing, and dropping the group leaves the connections open as long as any Work lives. A
@@ -111,7 +111,7 @@ class GlooP2P:
         raise dist.DistBackendError(self.explain(text, peer, timeout))
 
     def open(self) -> Any:
-        """Return the group itself, whose calls are cheaper and name nobody; RuntimeError if its connections are closed."""
+        """Return the group itself, whose calls are cheaper and name no peer; raise RuntimeError if it is closed."""
         if self._gloo is None or self._ending:
             raise RuntimeError("this rank has closed its connections")
         return self._gloo

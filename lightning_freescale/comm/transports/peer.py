@@ -9,11 +9,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_freescale.comm.transports.cuda_driver import WRAP, CudaDriver, nap
 from lightning_freescale.comm.transports.host import HostTransport
-from lightning_freescale.comm.transports.peer_link import Chunks, Direction, Link, Peers
+from lightning_freescale.comm.transports.peer_link import Link, PeerChunks
 from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer
 from lightning_freescale.comm.transports.transfer import Transfer
 
@@ -25,8 +24,10 @@ class TransferProgress:
         self._link = link
         self._transfer = transfer  # its memory
         self._sent_before, self._received_before = list(link.sent), list(link.received)
-        self._outgoing = _PeerParts(link, link.sending, transfer.outgoing)
-        self._incoming = _PeerParts(link, link.receiving, transfer.incoming)
+        self._outgoing, self._incoming = (
+            PeerChunks(way, {peer: parts[link.ranks[peer]] for peer in link.peers}, link.buffer.chunk, link.driver.pointer)
+            for way, parts in ((link.sending, transfer.outgoing), (link.receiving, transfer.incoming))
+        )
         own = link.ranks[link.buffer.rank]
         source, target = transfer.outgoing[own].data_ptr(), transfer.incoming[own].data_ptr()
         self._own = source, target, len(transfer.outgoing[own]) if source != target else 0
@@ -70,31 +71,9 @@ class TransferProgress:
         own = None
         if length > begin:
             own = pointer(source + begin), pointer(target + begin), min(chunk, length - begin)
-        outgoing, incoming = self._outgoing.cut(begin), self._incoming.cut(begin)
-        self._link.enqueue_round(outgoing, own, incoming, is_last=number == self._rounds - 1)
-
-
-class _PeerParts:
-    """The parts of a transfer in one direction, as addresses: to slice a tensor for every chunk would cost too much."""
-
-    def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
-        self._chunk, self._pointer, self._direction = link.buffer.chunk, link.driver.pointer, direction
-        of_peers = ((peer, parts[link.ranks[peer]]) for peer in link.peers)
-        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in of_peers]
-        self.largest = max((length for *_, length in self._left), default=0)
-        self._alike_until = 0
-
-    def cut(self, begin: int) -> Chunks:
-        """Return the chunks from byte ``begin`` of each part on; call it in their order."""
-        if begin >= self._alike_until:  # the chunks are not those of the round before, a chunk further on
-            self._left = [part for part in self._left if part[2] > begin]
-            self._peers = Peers(self._direction, [peer for peer, _, _ in self._left])
-            self._addresses = [address for _, address, _ in self._left]
-            self._lengths = [min(self._chunk, length - begin) for _, _, length in self._left]
-            shortest = min((length for _, _, length in self._left), default=0)
-            self._alike_until = max(begin + self._chunk, shortest // self._chunk * self._chunk)
-        pointer = self._pointer
-        return Chunks(self._peers, [pointer(address + begin) for address in self._addresses], self._lengths)
+        self._outgoing.advance_to(begin)
+        self._incoming.advance_to(begin)
+        self._link.enqueue_round(self._outgoing, own, self._incoming, is_last=number == self._rounds - 1)
 
 
 def _ahead(one: int, other: int) -> int:
@@ -119,7 +98,7 @@ class PeerTransport:
     so chunks should be large: ``PEER_BYTES`` is what the slots take on every GPU, two chunks for every peer. A round
     sends half of that, 128 MiB, a third of a millisecond at 400 GB/s.
 
-    If a peer does not come in time, this rank tells its peers that it gives up, and then writes the counts itself that its
+    If a peer does not come in time, this rank signals its peers that it gives up, and then writes the counts itself that its
     streams wait for, so that they drain. What they copy then is wrong; every rank looks whether a peer has given up before it
     takes what has arrived for good. The transport is of no use afterwards.
 
@@ -173,8 +152,8 @@ class PeerTransport:
             elif now - advanced > timeout.total_seconds():
                 signals = self._read_signals()
                 late = ", ".join(str(self._global_ranks[rank]) for rank in progress.late_ranks(signals)) if signals else ""
-                told = f"rank {late}" if signals else "a rank"
-                raise dist.DistBackendError(f"{told} did not come within the timeout of {timeout.total_seconds():g} s")
+                missing = f"rank {late}" if signals else "a rank"
+                raise dist.DistBackendError(f"{missing} did not come within the timeout of {timeout.total_seconds():g} s")
             elif now - checked > _CHECK_AFTER:
                 checked = now
                 self._check_peers()
@@ -229,7 +208,7 @@ class PeerTransport:
         return list(link.signals.tolist())
 
     def _drain(self, link: Link, progress: TransferProgress) -> None:
-        """Tell the peers, then let the streams go on with whatever is in the slots."""
+        """Signal the failure, then let the streams go on with whatever is in the slots."""
         self._stuck = [progress, link]  # the GPU may still write there
         with suppress(RuntimeError):  # of a GPU that is of no use any more
             link.signal_failure()

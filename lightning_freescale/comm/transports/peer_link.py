@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from ctypes import c_uint32
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer
@@ -28,24 +31,32 @@ class Direction:
     slots: dict[int, list[Any]]  # pointers to the slots of even and of odd chunks
 
 
-class Peers:
-    """Some of the peers, with what chunks in one direction need of them, looked up once for many rounds."""
+class PeerChunks:
+    """The chunks of a round in one direction, of the peers that have any left, as addresses.
 
-    def __init__(self, direction: Direction, ranks: list[int]) -> None:
-        self.ranks = ranks
-        self.words = [direction.words[rank] for rank in ranks]
-        self.counted = [direction.counted[rank] for rank in ranks]
-        self.slots = [direction.slots[rank] for rank in ranks]
-        self.word_lengths = [_WORD] * len(ranks)
+    To slice a tensor for every chunk would cost too much. What belongs to the peers is looked up once for many rounds.
+    """
 
+    def __init__(self, direction: Direction, parts: dict[int, Tensor], chunk: int, pointer: Callable[[int], Any]) -> None:
+        self._direction, self._chunk, self._pointer = direction, chunk, pointer
+        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in parts.items()]
+        self._alike_until = 0
+        self.largest = max((length for *_, length in self._left), default=0)
 
-@dataclass
-class Chunks:
-    """A chunk to or from each of some peers."""
-
-    peers: Peers
-    places: list[Any]  # pointers to where they come from, or go to
-    lengths: list[int]  # bytes of each, at least 1
+    def advance_to(self, begin: int) -> None:
+        """Take the chunks from byte ``begin`` of each part on; call it in their order."""
+        if begin >= self._alike_until:  # the chunks are not those of the round before, a chunk further on
+            self._left = [part for part in self._left if part[2] > begin]
+            self.ranks = [peer for peer, _, _ in self._left]
+            self.words = [self._direction.words[rank] for rank in self.ranks]
+            self.counted = [self._direction.counted[rank] for rank in self.ranks]
+            self.slots = [self._direction.slots[rank] for rank in self.ranks]
+            self.word_lengths = [_WORD] * len(self.ranks)
+            self.lengths = [min(self._chunk, length - begin) for _, _, length in self._left]  # at least 1
+            shortest = min((length for _, _, length in self._left), default=0)
+            self._alike_until = max(begin + self._chunk, shortest // self._chunk * self._chunk)
+        pointer = self._pointer
+        self.places = [pointer(address + begin) for _, address, _ in self._left]
 
 
 class Link:
@@ -125,7 +136,7 @@ class Link:
         for way in (self.sending, self.receiving):
             self.driver.wait_event(way.stream, event)
 
-    def enqueue_round(self, outgoing: Chunks, own: tuple[Any, Any, int] | None, incoming: Chunks, is_last: bool) -> None:
+    def enqueue_round(self, sends: PeerChunks, own: tuple[Any, Any, int] | None, receives: PeerChunks, is_last: bool) -> None:
         """Enqueue a round, where :attr:`is_full` is not set; ``is_last`` says whether it ends a transfer.
 
         ``own`` are pointers to where this rank's own chunk comes from and goes to, and its bytes.
@@ -133,15 +144,15 @@ class Link:
         place = self._rounds % _AHEAD
         self._rounds += 1
         first, size, copy = 2 * len(self.ranks) * place, len(self.ranks), self.driver.copy
-        slots = self._wait(self.sending, outgoing.peers, first)
-        copy(self.sending.stream, slots, outgoing.places, outgoing.lengths)
-        self._count(self.sending, outgoing.peers, first)
-        if own is not None:  # before the wait, as nobody else has part in it
+        slots = self._wait(self.sending, sends, first)
+        copy(self.sending.stream, slots, sends.places, sends.lengths)
+        self._count(self.sending, sends, first)
+        if own is not None:  # before the wait, because no other rank has part in it
             copy(self.receiving.stream, [own[1]], [own[0]], [own[2]])
-        slots = self._wait(self.receiving, incoming.peers, first + size)
-        copy(self.receiving.stream, incoming.places, slots, incoming.lengths)
-        self._count(self.receiving, incoming.peers, first + size)
-        if is_last and self.peers:  # behind the copies: who gives up tells it before it spoils what is in the slots
+        slots = self._wait(self.receiving, receives, first + size)
+        copy(self.receiving.stream, receives.places, slots, receives.lengths)
+        self._count(self.receiving, receives, first + size)
+        if is_last and self.peers:  # behind the copies: a peer that gives up signals that before it spoils the slots
             copy(self.receiving.stream, [self._sources[-1]], [self._failed], [_WORD])
         self._events[place] = self._mark_end(*self._events[place])
 
@@ -163,7 +174,7 @@ class Link:
         return self._urgent.record_event()
 
     def signal_failure(self) -> None:
-        """Tell the peers that this rank gives up; no round is enqueued any more."""
+        """Signal to the peers that this rank gives up; no round may be enqueued any more."""
         failed = [self.driver.pointer(self.buffer.failed(peer).data_ptr()) for peer in self.peers]
         self.driver.copy(self._urgent, failed, [self._sources[-2]] * len(failed), [_WORD] * len(failed))
 
@@ -180,7 +191,7 @@ class Link:
             first += len(self.ranks)
         return self._urgent.record_event()
 
-    def _wait(self, way: Direction, peers: Peers, first: int) -> list[Any]:
+    def _wait(self, way: Direction, peers: PeerChunks, first: int) -> list[Any]:
         """Hold the stream until the next slots may be used, and return them; put their counts into words from ``first`` on."""
         counts, lead = way.counts, way.lead
         numbers = [counts[rank] for rank in peers.ranks]
@@ -191,8 +202,8 @@ class Link:
         self.driver.wait_words(way.stream, peers.words, [number + lead for number in numbers])
         return [slots[number & 1] for slots, number in zip(peers.slots, numbers)]
 
-    def _count(self, way: Direction, peers: Peers, first: int) -> None:
-        """Tell the peers that their chunks have been copied; a call of its own, as copies of one call have no order."""
+    def _count(self, way: Direction, peers: PeerChunks, first: int) -> None:
+        """Count the copied chunks at the peers, in a call of its own, because copies of one call have no order."""
         words = self._sources[first : first + len(peers.ranks)]
         self.driver.copy(way.stream, peers.counted, words, peers.word_lengths)
 

@@ -33,7 +33,7 @@ Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
 
 
 def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
-    """Tell all ranks what this one runs on, hear what they run on, and compare their options. Collective.
+    """Gather the hardware of all ranks and compare their options. Collective.
 
     ``store`` is only for this and :func:`set_up_transport`, on every rank; ``timeout`` is how long to wait for the others.
     """
@@ -105,8 +105,8 @@ def _no_zero_cta(topology: Topology) -> str:
     if topology.size == 1:
         return "needs at least 2 ranks: pass 'auto'"
     if len(versions) > 1 or min(versions) < (2, 28):
-        told = ", ".join(".".join(map(str, version)) or "none" for version in sorted(versions))
-        return f"needs the same NCCL of at least 2.28 on every rank; found {told}: pass 'auto'"
+        found = ", ".join(".".join(map(str, version)) or "none" for version in sorted(versions))
+        return f"needs the same NCCL of at least 2.28 on every rank; found {found}: pass 'auto'"
     if (driver := min(hardware.driver for hardware in topology.hardware)) < 12050:
         return f"needs a CUDA driver of at least 12.5 on every rank; found {driver // 1000}.{driver % 1000 // 10}: pass 'auto'"
     if ranks := topology.find_lacking("zero_cta"):
@@ -144,7 +144,7 @@ def build_transport(
         buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
         peer = PeerTransport(driver, buffer, near, p2p.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
-    except Exception as error:  # all ranks hear of it
+    except Exception as error:  # all ranks get the text
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -158,8 +158,8 @@ def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeo
             raise dist.DistBackendError(failure)
         if time.monotonic() > end:
             missing = ", ".join(str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key]))
-            told = f"rank {missing} did not come within {timeout.total_seconds():g} s"
-            raise dist.DistBackendError(f"while a freescale group was connected, {told}")
+            late = f"rank {missing} did not come within {timeout.total_seconds():g} s"
+            raise dist.DistBackendError(f"while a freescale group was connected, {late}")
         time.sleep(0.01)
     said = [json.loads(each) for each in store.multi_get(keys)]
     # return once all ranks have read, as a rank that leaves on an error may take the store with it
@@ -173,7 +173,7 @@ def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeo
 def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
     for name in _SAME_ON_ALL_RANKS:
         if any(options[name] != given[0][name] for options in given):
-            told = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
+            values = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
             raise ValueError(
-                f"ProcessGroupFreeScaleOptions differ between ranks, {name}= is {told}: pass the same options on every rank"
+                f"ProcessGroupFreeScaleOptions differ between ranks, {name}= is {values}: pass the same options on every rank"
             )

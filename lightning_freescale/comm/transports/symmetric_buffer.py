@@ -62,7 +62,7 @@ class SymmetricBuffer:
         return self.signal_pad(at)[self.size + target : self.size + target + 1]
 
     def failed(self, at: int) -> Tensor:
-        """Return the word that tells ``at`` that a peer has given up."""
+        """Return the word at ``at`` that says whether a peer has given up."""
         return self.signal_pad(at)[2 * self.size :]
 
     def slot(self, at: int, source: int, number: int) -> Tensor:
@@ -93,7 +93,7 @@ def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.de
         _SymmetricMemory.set_group_info(name, rank, size, store)
         mine = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, device, name)
         mine.zero_()
-        torch.cuda.synchronize(device)  # nobody writes before the rendezvous, which comes after this on every rank
+        torch.cuda.synchronize(device)  # no peer writes before the rendezvous, which comes after this on every rank
         handle = _SymmetricMemory.rendezvous(mine, name)
         buffers = [mine if at == rank else handle.get_buffer(at, (length,), torch.uint8) for at in range(size)]
         return SymmetricBuffer(rank, buffers, chunk, handle)

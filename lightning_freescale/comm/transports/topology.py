@@ -109,8 +109,8 @@ class Topology:
         for ranks in self.hosts.values():
             blind = [rank for rank in ranks if self.hardware[rank].gpu and self.hardware[rank].visible == 1]
             if blind and len({self.hardware[rank].gpu for rank in ranks}) > 1:
-                told = ", ".join(str(self.ranks[rank]) for rank in blind)
-                return f"{'rank' if len(blind) == 1 else 'ranks'} {told} of {self.hardware[blind[0]].host}"
+                names = ", ".join(str(self.ranks[rank]) for rank in blind)
+                return f"{'rank' if len(blind) == 1 else 'ranks'} {names} of {self.hardware[blind[0]].host}"
         return ""
 
     def find_lacking(self, attribute: str) -> str:

@@ -17,7 +17,7 @@ DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 )
-"""What can be sent; the ranks tell each other the index in this list."""
+"""Types that can be sent; headers contain the index in this list."""
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
 
@@ -104,14 +104,14 @@ class Transfer:
 
 
 def _as_bytes(what: str, tensor: Tensor) -> Tensor:
-    told = f"the {what} tensor of shape {tuple(tensor.shape)}"
+    given = f"the {what} tensor of shape {tuple(tensor.shape)}"
     if tensor.layout != torch.strided:
-        raise ValueError(f"{told} has layout {tensor.layout}: pass a dense one")
+        raise ValueError(f"{given} has layout {tensor.layout}: pass a dense one")
     if tensor.dtype not in DTYPE_INDEX:
-        raise ValueError(f"{told} has dtype {tensor.dtype}, which cannot be sent: pass a plain number type")
+        raise ValueError(f"{given} has dtype {tensor.dtype}, which cannot be sent: pass a plain number type")
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{told} is on {tensor.device}: only CPU and CUDA tensors can be sent")
+        raise ValueError(f"{given} is on {tensor.device}: only CPU and CUDA tensors can be sent")
     if not tensor.is_contiguous():
-        raise ValueError(f"{told} is not contiguous: pass tensor.contiguous()")
+        raise ValueError(f"{given} is not contiguous: pass tensor.contiguous()")
     # one element or none counts as contiguous with any stride, also with 0, of which no view as bytes can be had
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
