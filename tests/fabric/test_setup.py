@@ -75,7 +75,7 @@ def _compiled(compiles: bool) -> tuple[list[float], float]:
     torch.manual_seed(0)
     net = torch.compile(Net(), backend="eager") if compiles else Net()
     losses = run_loop(fabric, *set_up(fabric, steps=4, net=net))
-    return losses, fabric.strategy._steps.engine.statistics()["predicted_lookups"]
+    return losses, fabric.strategy.engine.statistics()["predicted_lookups"]
 
 
 @pytest.mark.slow
