@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale.balance.micro_batches import MicroBatches
+from lightning_freescale.profiling.recording.observed_work import replaced
 
 
 @contextmanager
@@ -31,9 +32,6 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
     """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
-    replaced = (optimization, "_make_closure"), (module, "_on_before_batch_transfer")
-    # a fit within the fit, such as that of LearningRateFinder, finds those of the outer one
-    outer = [vars(owner).get(name) for owner, name in replaced]
 
     def closure_of_parts(kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Closure:
         batch = kwargs.get("batch")
@@ -52,16 +50,12 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
             take_loaded(batch)
         return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
 
-    vars(optimization)["_make_closure"] = closure_of_parts
-    vars(module)["_on_before_batch_transfer"] = before_transfer_of_parts
-    try:
+    # a fit within the fit, such as that of LearningRateFinder, finds those of the outer one
+    with (
+        replaced(optimization, {"_make_closure": closure_of_parts}),
+        replaced(module, {"_on_before_batch_transfer": before_transfer_of_parts}),
+    ):
         yield
-    finally:
-        for (owner, name), before in zip(replaced, outer):
-            if before is None:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before
 
 
 def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:

@@ -27,8 +27,8 @@ GROUP_TIMEOUT = timedelta(minutes=5)
 waits for slow set-up and saving as well, has Lightning's."""
 
 
-class DDPBase(DDPStrategy):
-    """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
+class _OptionsOfDDP:
+    _ddp_kwargs: dict[str, Any]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -38,6 +38,10 @@ class DDPBase(DDPStrategy):
     def ddp_options(self) -> dict[str, Any]:
         """The options that go to ``DistributedDataParallel``."""
         return self._ddp_kwargs
+
+
+class DDPBase(_OptionsOfDDP, DDPStrategy):
+    """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
 
     @property
     def default_group_timeout(self) -> timedelta | None:
@@ -100,17 +104,8 @@ class DDPBase(DDPStrategy):
         self._launcher = None
 
 
-class FabricDDPBase(fabric_strategies.DDPStrategy):
+class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     """Fabric's DDPStrategy whose subclasses shard and wrap the module by themselves, and so need what it was given."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
-
-    @property
-    def ddp_options(self) -> dict[str, Any]:
-        """The options that go to ``DistributedDataParallel``."""
-        return self._ddp_kwargs
 
     @property
     def start_method(self) -> str:

@@ -46,24 +46,21 @@ optimizers_to_device = _optimizers_to_device
 Movable = _TransferableDataType
 
 
-@contextmanager
-def around_validation(trainer: Trainer, around: Callable[[], Any]) -> Generator[None, None, None]:
+def _inside(around: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def run_inside(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
+
+    return run_inside
+
+
+def around_validation(trainer: Trainer, around: Callable[[], Any]) -> AbstractContextManager[None]:
     """Let validation between training steps run inside the context ``around()``, its loaders' start included.
 
     The hooks begin later and end earlier than what it takes, so the loop's method is replaced on this instance.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
-    run = loop.run
-
-    def run_inside() -> Any:
-        with around():
-            return run()
-
-    loop.run = run_inside  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del loop.run
+    return replaced(loop, {"run": _inside(around, loop.run)})
 
 
 @contextmanager
@@ -92,24 +89,12 @@ def after_evaluation_batches(trainer: Trainer, call: Callable[[], Any]) -> Gener
         yield
 
 
-@contextmanager
-def around_saving(trainer: Trainer, around: Callable[[], Any]) -> Generator[None, None, None]:
+def around_saving(trainer: Trainer, around: Callable[[], Any]) -> AbstractContextManager[None]:
     """Let the Trainer save checkpoints inside the context ``around()``, the other ranks' wait for the first one included."""
-    save = trainer.save_checkpoint
-
-    def save_inside(*args: Any, **kwargs: Any) -> None:
-        with around():
-            save(*args, **kwargs)
-
-    trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del trainer.save_checkpoint
+    return replaced(trainer, {"save_checkpoint": _inside(around, trainer.save_checkpoint)})
 
 
-@contextmanager
-def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> Generator[None, None, None]:
+def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> AbstractContextManager[None]:
     """Call ``begin`` where the loop turns to the batches of an epoch.
 
     ``on_train_epoch_start`` is not called for an epoch that a run resumes inside of.
@@ -121,11 +106,7 @@ def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> Generator[None
         begin()
         advance()
 
-    loop.advance = begin_and_advance  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del loop.advance
+    return replaced(loop, {"advance": begin_and_advance})
 
 
 def leaves_transfer_alone(trainer: Trainer) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 
 from lightning_freescale._lightning.loops import Trainer
+from lightning_freescale.profiling.recording.observed_work import replaced
 
 _REQUEUE = "requeue"
 
@@ -62,17 +63,12 @@ class StopPoints:
             self.stop_here()
             advance(data_fetcher)
 
-        replaced = [(connector, "_sigterm_notifier_fn", notify), (loop, "advance", advance_or_stop)]
-        replaced.append((connector, "_slurm_sigusr_handler_fn", notify_of_requeue))
+        handlers = {"_sigterm_notifier_fn": notify, "_slurm_sigusr_handler_fn": notify_of_requeue}
+        methods: dict[str, Any] = {"advance": advance_or_stop}
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # not in every version: a broadcast before each batch
-            replaced.append((loop, "_broadcast_sigterm_tensor", lambda: None))
-        for target, name, method in replaced:
-            vars(target)[name] = method
-        try:
+            methods["_broadcast_sigterm_tensor"] = lambda: None
+        with replaced(connector, handlers), replaced(loop, methods):
             yield
-        finally:
-            for target, name, _ in replaced:
-                del vars(target)[name]
 
     def begin_evaluation(self) -> None:
         """Note that validation, test or prediction begins; ranks may have unequally many batches of it."""
@@ -114,8 +110,7 @@ class StopPoints:
         self._trainer._signal_connector.received_sigterm = True
 
 
-@contextmanager
-def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> Iterator[None]:
+def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> AbstractContextManager[None]:
     """Have ``tell`` know what ends the fit loop before callbacks do.
 
     They may save a checkpoint, which waits for ranks that do not know yet that this one has failed.
@@ -130,8 +125,4 @@ def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) ->
             tell(error)
             raise
 
-    loop.run = run_and_tell
-    try:
-        yield
-    finally:
-        del vars(loop)["run"]
+    return replaced(loop, {"run": run_and_tell})

@@ -66,7 +66,7 @@ class CheckpointFiles:
                 "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
             )
         if local:  # else whoever writes it gets whole tensors
-            self._deferred = _room("deferred_tensors").DeferredTensors(device)
+            self._deferred = checkpoint_module("deferred_tensors").DeferredTensors(device)
         try:
             yield
         finally:
@@ -96,7 +96,7 @@ class CheckpointFiles:
         if self._deferred is None:
             return False
         if not self._in_folder:
-            _room("single_file").write(checkpoint, path, self._deferred)
+            checkpoint_module("single_file").write(checkpoint, path, self._deferred)
             return True
         spread = self._deferred.held
         if in_background:  # training changes all of it while it is written
@@ -115,7 +115,7 @@ class CheckpointFiles:
         self, checkpoint: dict[str, Any], path: Path, spread: list[Any], copies: list[tuple[str, Tensor]]
     ) -> None:
         _refuse_non_finite(copies, path, self._group)
-        _room("sharded_folder").write(checkpoint, path, spread, self._group)
+        checkpoint_module("sharded_folder").write(checkpoint, path, spread, self._group)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint; if another one is being written, when that is whole."""
@@ -151,7 +151,7 @@ class CheckpointFiles:
             FileNotFoundError: it is not there.
             ValueError: it is damaged, or no checkpoint.
         """
-        reading = _room("reading")
+        reading = checkpoint_module("reading")
         try:
             reading.check(path, together=True)
         except ValueError as damage:
@@ -194,6 +194,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor if hasattr(tensor, "key") else tensor.detach().to("cpu", copy=True)
 
 
-def _room(name: str) -> ModuleType:
+def checkpoint_module(name: str) -> ModuleType:
     """Return a module for checkpoints; it is imported where it is needed because it imports TorchRec."""
     return import_module(f"lightning_freescale.checkpoint.{name}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +31,7 @@ from lightning_freescale.checkpoint.run_state import (
     restore_accumulated,
     set_random_state,
 )
-from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles, checkpoint_module
 from lightning_freescale.strategy.ddp import TrainerDDP
 from lightning_freescale.training.setup import TableStrategy
 
@@ -246,10 +244,9 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             restore_accumulated(ranks, module, sharded, self.model, self.engine)
 
 
-def _unsharded() -> ModuleType:
-    """Return how tables are held in checkpoints; it is imported where it is needed because it imports TorchRec."""
-    return import_module("lightning_freescale.checkpoint.unsharded")
+def _unsharded() -> Any:
+    return checkpoint_module("unsharded")
 
 
 def _materialized(tree: Any) -> Any:
-    return import_module("lightning_freescale.checkpoint.stored_tensors").materialized(tree)
+    return checkpoint_module("stored_tensors").materialized(tree)

@@ -25,11 +25,11 @@ def clip_options(trainer: Trainer, optimizers: Mapping[str, TableOptimizer]) -> 
 
     By value every row can be clipped by itself; by norm, or as the module likes, all gradients have to be known first.
     """
-    if not any(map(_in_group, optimizers.values())):
+    clipping = _clipping(trainer)
+    if not clipping or all(optimizer.group is None for optimizer in optimizers.values()):
         return {}
-    if _own_hook(trainer) or (_clips(trainer) and trainer.gradient_clip_algorithm != "value"):
-        return {"hold_gradients": True}
-    return {"clip_value": trainer.gradient_clip_val} if _clips(trainer) else {}
+    by_value = clipping.startswith("Trainer(") and trainer.gradient_clip_algorithm == "value"
+    return {"clip_value": trainer.gradient_clip_val} if by_value else {"hold_gradients": True}
 
 
 def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: Mapping[str, TableOptimizer]) -> None:
@@ -37,15 +37,23 @@ def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: M
 
     Tables that no parameter group holds do not count: torch clips what the optimizer holds.
     """
-    paths = [each.path for each in plain if any(_in_group(optimizers.get(table.key)) for table in each.tables)]
-    if paths and (_clips(trainer) or _own_hook(trainer)):
-        module = type(trainer.lightning_module).__name__
-        own, given = f"{module}.configure_gradient_clipping", f"Trainer(gradient_clip_val={trainer.gradient_clip_val})"
+    held = {key for key, optimizer in optimizers.items() if optimizer.group is not None}
+    paths = [each.path for each in plain if any(table.key in held for table in each.tables)]
+    if paths and (clipping := _clipping(trainer)):
         raise ValueError(
-            f"{own if _own_hook(trainer) else given}: collections {paths} are updated during backward, so their gradients are "
-            "gone before they could be clipped; only those can be clipped whose exchange is overlapped "
-            "(no managed collisions, no FreeScaleStrategy(exchange='torchrec')). Do not clip"
+            f"{clipping}: collections {paths} are updated during backward, so their gradients are gone before they could be "
+            "clipped; only those can be clipped whose exchange is overlapped (no managed collisions, no "
+            "FreeScaleStrategy(exchange='torchrec')). Do not clip"
         )
+
+
+def _clipping(trainer: Trainer) -> str:
+    """Return what clips gradients; empty if nothing does."""
+    module = trainer.lightning_module
+    if is_overridden("configure_gradient_clipping", module):
+        return f"{type(module).__name__}.configure_gradient_clipping"
+    limit = trainer.gradient_clip_val
+    return f"Trainer(gradient_clip_val={limit})" if limit and limit > 0 else ""
 
 
 class TableClipping:
@@ -98,18 +106,6 @@ class TableClipping:
 
         with replaced(self._plugin, {"clip_grad_by_value": by_value, "clip_grad_by_norm": by_norm}), joint.checking_torch():
             yield
-
-
-def _clips(trainer: Trainer) -> bool:
-    return (trainer.gradient_clip_val or 0) > 0
-
-
-def _own_hook(trainer: Trainer) -> bool:
-    return is_overridden("configure_gradient_clipping", trainer.lightning_module)
-
-
-def _in_group(optimizer: TableOptimizer | None) -> bool:
-    return optimizer is not None and optimizer.group is not None
 
 
 def _not_held(algorithm: str, clip_val: float) -> str:
