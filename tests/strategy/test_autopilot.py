@@ -13,7 +13,7 @@ import pytest
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.strategy.tuning import autopilot
 from lightning_freescale.strategy.tuning.autopilot import Autopilot
-from lightning_freescale.strategy.tuning.setting_trial import LONGEST, MEASURED, Measured, Measurements, compare
+from lightning_freescale.strategy.tuning.setting_trial import LONGEST, MEASURED, Measurements, compare
 
 Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
@@ -239,7 +239,7 @@ def test_a_trial_that_can_time_nothing_ends_with_one(
 
 def _rank(candidates: list[list[tuple[float, float]]], compute: float = 0.0) -> Measurements:
     """Measured steps of one rank, of pairs of seconds and cost."""
-    return Measurements([[Measured(*step) for step in each] for each in candidates], [compute] * len(candidates[0]))
+    return candidates, [compute] * len(candidates[0])
 
 
 def _times(*seconds: float) -> list[list[tuple[float, float]]]:

@@ -14,13 +14,7 @@ from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.micro_batches import Turns
 from lightning_freescale.profiling.recording.records import clock_for
 from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes
-from lightning_freescale.strategy.tuning.setting_trial import (
-    MEASURED,
-    Measurements,
-    SettingComparison,
-    SettingTrial,
-    compare,
-)
+from lightning_freescale.strategy.tuning.setting_trial import MEASURED, SettingComparison, SettingTrial, compare
 
 if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
@@ -197,13 +191,13 @@ class Autopilot:
     def _decide(self, epoch: int, step: int) -> None:
         assert self._trial is not None
         trial, self._trial, candidates, progress = self._trial, None, self._candidates(), self._progress
-        mine = trial.measurements().as_lists() if trial.is_complete else None
+        mine = trial.measurements() if trial.is_complete else None
         everyone = self._gather((mine, self._handed_out(epoch, step)))
         last = max(handed_out for _, handed_out in everyone)
         if mine is None:
             self._end_unmeasured(trial.steps, last)
             return
-        found = compare([Measurements.from_lists(measured) for measured, _ in everyone])
+        found = compare([measured for measured, _ in everyone])
         if self._tries == _CHECK:
             chosen = int(found.saved[1] > 0)
             progress.remaining, progress.checked = found.remaining(chosen), candidates[chosen]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from lightning_freescale.profiling.recording.records import Clock
 
@@ -20,31 +20,11 @@ AGREEING = 0.7
 """Share of the pairs of steps in which it must be the quicker one: chance alone makes some candidate quickest."""
 
 
-class Measured(NamedTuple):
-    """A step of one rank: its wall time in seconds, and its predicted cost (0 if unknown)."""
-
-    seconds: float
-    cost: float
-
-
-class Measurements(NamedTuple):
-    """Of one rank: the measured steps of each candidate in their order, and compute times of those of the first, in seconds.
-
-    There are no compute times if nobody wants to know what is lost.
-    """
-
-    steps: list[list[Measured]]
-    compute: list[float]
-
-    def as_lists(self) -> list[Any]:
-        """Return them as they are told other ranks."""
-        return [[[(float(seconds), float(cost)) for seconds, cost in each] for each in self.steps], [*map(float, self.compute)]]
-
-    @classmethod
-    def from_lists(cls, told: list[Any]) -> Measurements:
-        """Return what a rank has told by :meth:`as_lists`."""
-        steps, compute = told
-        return cls([[Measured(*each) for each in candidate] for candidate in steps], compute)
+Measured: TypeAlias = tuple[float, float]
+"""A step of one rank: its wall time in seconds, and its predicted cost (0 if unknown)."""
+Measurements: TypeAlias = tuple[list[list[Measured]], list[float]]
+"""The steps of each candidate that one rank has measured, in their order, and the compute times of those of the first candidate
+in seconds. There are no compute times if nothing asks for the time that is lost."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +142,10 @@ class SettingTrial:
     def measurements(self) -> Measurements:
         """Return what this rank has measured. Waits for the device."""
         seconds = self._clock.seconds
-        steps = [[Measured(seconds(end) - seconds(step.start), step.cost) for step, end in each] for each in self._measured]
-        return Measurements(steps, [compute() for compute in self._compute])
+        steps = [
+            [(float(seconds(end) - seconds(step.start)), float(step.cost)) for step, end in each] for each in self._measured
+        ]
+        return steps, [float(compute()) for compute in self._compute]
 
 
 def compare(ranks: Sequence[Measurements]) -> SettingComparison:
@@ -173,11 +155,11 @@ def compare(ranks: Sequence[Measurements]) -> SettingComparison:
     times themselves show (the median slope between steps of the same candidate: it is 0 where the plan explains nothing), and
     the steps of two candidates are compared in pairs, the first with the first and so on, so that a drift is in both.
     """
-    steps = [[_mean_of_ranks(of_ranks) for of_ranks in zip(*each)] for each in zip(*(rank.steps for rank in ranks))]
+    steps = [[_mean_of_ranks(of_ranks) for of_ranks in zip(*each)] for each in zip(*(steps for steps, _ in ranks))]
     slope = _seconds_per_cost(steps)
-    usual = fmean(step.cost for each in steps for step in each)
-    seconds = [[step.seconds - slope * (step.cost - usual) for step in each] for each in steps]
-    compute = [fmean(of_ranks) for of_ranks in zip(*(rank.compute for rank in ranks))]
+    usual = fmean(cost for each in steps for _, cost in each)
+    seconds = [[seconds - slope * (cost - usual) for seconds, cost in each] for each in steps]
+    compute = [fmean(of_ranks) for of_ranks in zip(*(compute for _, compute in ranks))]
     saved = [[first - other for first, other in zip(seconds[0], each)] for each in seconds]
     return SettingComparison(
         seconds=[median(each) for each in seconds],
@@ -188,14 +170,14 @@ def compare(ranks: Sequence[Measurements]) -> SettingComparison:
 
 
 def _mean_of_ranks(ranks: Sequence[Measured]) -> Measured:
-    return Measured(fmean(each.seconds for each in ranks), ranks[0].cost)
+    return fmean(seconds for seconds, _ in ranks), ranks[0][1]
 
 
 def _seconds_per_cost(steps: list[list[Measured]]) -> float:
     slopes = [
-        (one.seconds - other.seconds) / (one.cost - other.cost)
+        (one[0] - other[0]) / (one[1] - other[1])
         for each in steps
         for one, other in combinations(each, 2)
-        if one.cost != other.cost
+        if one[1] != other[1]
     ]
     return max(0.0, median(slopes)) if slopes else 0.0
