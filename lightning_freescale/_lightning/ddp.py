@@ -114,7 +114,7 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
 
     @property
     def ddp_device_ids(self) -> list[int] | None:
-        """What DDP is told of the device."""
+        """The ``device_ids`` of DistributedDataParallel."""
         return self._determine_ddp_device_ids()
 
     @property

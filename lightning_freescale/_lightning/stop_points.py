@@ -45,14 +45,14 @@ class StopPoints:
         """Replace what Lightning does; its handler is registered after the strategy is set up, so enter this before."""
         connector: Any = self._trainer._signal_connector
         loop: Any = self._trainer.fit_loop.epoch_loop
-        advance, told = loop.advance, False
+        advance, notified = loop.advance, False
 
         def notify(signum: int, _: Any) -> None:
-            nonlocal told
+            nonlocal notified
             launcher = self._trainer.strategy.launcher
-            if launcher is not None and not told:
+            if launcher is not None and not notified:
                 launcher.kill(signum)  # the processes that this one has started
-            told = True
+            notified = True
             self._request(f"rank {self._trainer.global_rank} was told to stop, by SIGTERM")
 
         def notify_of_requeue(signum: int, _: Any) -> None:

@@ -97,7 +97,7 @@ class LoopSteps:
     def before_forward(self, *_: Any) -> None:
         """Begin a step, unless this is one more forward of the same. A hook of the module."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # nobody learns from it; or activation checkpointing computes it again
+            return  # an evaluation; or activation checkpointing computes the forward again
         if not self._begun:
             self._begin()
         if not self._accumulating:
@@ -204,7 +204,7 @@ class CurrentBatch:
     """The batch that the loop has.
 
     Attributes:
-        loader: of which it is.
+        loader: the loader that has returned it.
         batch: as the loop got it.
         loss_weight: factor for this rank's loss, see :meth:`.BalancedSampler.loss_weight`.
     """

@@ -318,7 +318,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         if isinstance(current.loader, LookaheadLoader):
             current.loader.start_batch()
         if self._steps is not None and self._steps.step.early_copy is not None:
-            # on the device before Fabric moves it, so that the ids that the engine was told are those that are looked up
+            # on the device before Fabric moves it, so that the ids that the engine has are those that are looked up
             current.batch = self.batch_to_device(self._steps.step.copied(current.batch))
         handed, self._current = current.batch, current
         # its own list of what the batch holds: the loop may pop ids from the batch before they are looked for there

@@ -32,7 +32,7 @@ class BalanceMonitor:
     Args:
         trainer: the Trainer, with its loader in place.
         timeline: where the comparison of plans is recorded.
-        group: gloo's, of all ranks, and nobody else's: what is exchanged here must not queue behind training's collectives.
+        group: a gloo group of all ranks for measurements alone, so that exchanges do not queue behind training's collectives.
             None for a single rank.
     """
 
@@ -90,7 +90,7 @@ class BalanceMonitor:
         self._epoch, self._planned_by = sampler.epoch, (getattr(sampler, "costs", None), getattr(sampler, "options", {}))
         if self._group is None or not hasattr(sampler, "digest"):
             return
-        # here and not in the loader: a collective in an iterator would hang whoever looks at a loader on one rank
+        # here and not in the loader: a collective in an iterator would hang a program that reads a loader on one rank
         with self._timeline.collective("plan"):
             digests = self._gather(sampler.digest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -242,7 +242,7 @@ class PaddingWatch:
         assert length is not None
         assert lengths is not None
         cut = np.minimum(lengths, length)
-        told = (
+        text = (
             f"strategy 'freescale': every batch is padded to {length}, so all ranks compute the same, and "
             f"{1 - cut.mean() / length:.0%} of the computed tokens are padding"
         )
@@ -250,11 +250,11 @@ class PaddingWatch:
             batch_size = min(sampler.batch_size, len(cut) // sampler.num_replicas)
             report = predict(cut, sampler.num_replicas, batch_size, padded=True, assignment_mode="free")
             fewer = length / (float(cut.mean()) * report.balanced)
-            told += (
+            text += (
                 f". With a collate_fn that pads to the longest sample of the batch, the slowest rank is predicted to compute "
                 f"{fewer:.1f} times fewer tokens, balanced"
             )
-        rank_zero_info(told)
+        rank_zero_info(text)
 
 
 def _after(last: tuple[int, int], sampler: Any) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class CheckpointFiles:
                 f"FreeScaleStrategy(checkpoint={kind!r}) writes folders that all ranks see, by itself: {filepath} is remote, "
                 "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
             )
-        if local:  # else whoever writes it gets whole tensors
+        if local:  # else a plugin writes whole tensors
             self._deferred = checkpoint_module("deferred_tensors").DeferredTensors(device)
         try:
             yield

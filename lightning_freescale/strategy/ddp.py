@@ -110,7 +110,7 @@ class TrainerDDP(DDPBase):
         return super().predict_step(*args, **kwargs)
 
     def look_for_notices(self) -> None:
-        """Hear before a collective what another rank has told: it may not come to it."""
+        """Read the notices of other ranks before a collective: one of them may never join it."""
         if self._notices is not None:
             self._notices.look()
 

@@ -219,7 +219,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         sampler: Any = getattr(dataloader, "sampler", None)
         refuse_sampler(sampler, self.world_size)
-        # before anybody reads it, and after checkpoints are read
+        # before the loader is read, and after checkpoints are
         if self.target_bubble_reduction is not None and not self._hides_nothing and self.autopilot is None:
             hold_micro_batches(dataloader, self.chosen_settings.get("kept", {}))
         # configure_optimizers may ask for the number of steps, and so for the loader, before there are sharded tables

@@ -33,10 +33,10 @@ class RayFreeScaleStrategy(FreeScaleStrategy, RayDDPStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        """Take what the Trainer says, which is 1 unless it was told otherwise.
+        """Take what the Trainer says, which is 1 unless the user has set it.
 
         Raises:
-            ValueError: the Trainer was told another number than Ray has.
+            ValueError: the Trainer has another number than Ray.
         """
         if num_nodes not in (1, self.num_nodes):
             raise ValueError(

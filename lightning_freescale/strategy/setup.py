@@ -135,7 +135,7 @@ def _new_table_step(
     if engine is not None and strategy.overlap:
         lookahead = Lookahead(engine, trainer.lightning_module, strategy.ids_of)
         early_copy = EarlyCopy.for_device(strategy.root_device, leaves_transfer_alone(trainer))
-    # one rank waits for nobody; and DDP reduces what a last micro-batch leaves unused before its backward begins
+    # one rank waits for no gradients; and DDP reduces what a last micro-batch leaves unused before its backward begins
     unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
     return TableStep(
         tables,

@@ -141,7 +141,7 @@ def refuse_sampler(sampler: Any, world_size: int) -> None:
 
 
 def refuse_second_backward(update_due: bool) -> None:
-    """Refuse a backward while the gradients of the last one wait for an optimizer step: somebody accumulates."""
+    """Refuse a backward while the gradients of the last one wait for an optimizer step, by a ValueError."""
     if update_due:
         raise ValueError(
             f"a second backward without an optimizer step between (an own optimizer_step that skips some?): {_BECAUSE}, so "

@@ -40,7 +40,7 @@ class JointClipping:
         """Clip by the 2-norm of all gradients, and return it; it goes to ``check`` before.
 
         Raises:
-            ValueError: those of the tables are not kept, which is told as ``not_held``.
+            ValueError: the gradients of the tables are not kept; the text is ``not_held``.
         """
         engine = self._step.engine
         if engine is None or not engine.holds_gradients:

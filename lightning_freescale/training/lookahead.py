@@ -106,7 +106,7 @@ class Lookahead:
             probe.give_up(reason)
 
     def give_notice(self) -> None:
-        """Warn once of the collections whose ids cannot be known; on rank 0, which hears of it from the others."""
+        """Warn once of the collections whose ids cannot be known; on rank 0, by the modes that all ranks have agreed on."""
         silent = [
             path for path, probe in self._probes.items() if probe.mode == LookaheadMode.NONE and path not in self._noticed
         ]

@@ -43,7 +43,7 @@ class LookaheadLoader(LoaderWrapper):
 
     Args:
         loader: the loader.
-        limit: tells how many batches of an iteration will be asked for, so that none is fetched that nobody wants.
+        limit: returns how many batches of an iteration are used, so that no other is fetched.
     """
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:
@@ -128,7 +128,7 @@ class PrefetchQueue:
 
     @property
     def resume_at(self) -> PrefetchedBatch | None:
-        """The first one that training has not begun on, or, if nobody says when it begins, that was not handed out."""
+        """The first one that training has not begun on, or, if training does not report that, that was not handed out."""
         follows = self._started and not self._lost_track
         return next((fetched for fetched in self.waiting if follows or not fetched.handed_out), None)
 
@@ -207,7 +207,7 @@ class BatchMemory:
         self._copies, self._unchecked = False, _CHECKED_FETCHES
 
     def copies_of(self, waiting: Iterable[Any]) -> list[Any]:
-        """Return copies of the batches that wait, before another one is fetched; none once nobody need look any more."""
+        """Return copies of the batches that wait, before another one is fetched; none once enough fetches were checked."""
         copied = [_copy(batch) for batch in waiting] if self._unchecked and not self._copies else []
         self._unchecked -= bool(copied)
         return copied

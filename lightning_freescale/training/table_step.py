@@ -146,7 +146,7 @@ class TableStep:
             return nullcontext()
         if self._window is not None and len(self._parts) > 1:
             return WeightGradientsLast(self._window, last=self._is_last_part)
-        # nobody waits for gradients that no optimizer step follows
+        # gradients that no optimizer step follows do not travel
         return WeightGradientsLast() if self._updates else nullcontext()
 
     def end_forward(self) -> None:

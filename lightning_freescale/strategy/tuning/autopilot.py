@@ -265,7 +265,7 @@ class Autopilot:
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self._gather_objects is None else self._gather_objects(value)
 
-    # -- what is told
+    # -- messages
 
     @property
     def _asked(self) -> str:
@@ -310,7 +310,7 @@ class Autopilot:
 
 
 def fits(state: Mapping[str, Any], ranks: int, target: float | None, settings: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether what a checkpoint's run has found goes for this one."""
+    """Return whether the state of a checkpoint's run applies to this run."""
     return (
         (state.get("ranks"), state.get("target")) == (ranks, target)
         and state["kept"].keys() == settings.keys()

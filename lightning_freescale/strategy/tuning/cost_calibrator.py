@@ -121,11 +121,11 @@ class CalibrationResult:
         return {**asdict(self), "fit": {**asdict(self.fit), "slowness": self.fit.slowness.tolist()}}
 
     @classmethod
-    def from_numbers(cls, told: dict[str, Any]) -> CalibrationResult:
-        """Return what rank 0 has told by :meth:`as_numbers`."""
-        fit = told["fit"]
+    def from_numbers(cls, numbers: dict[str, Any]) -> CalibrationResult:
+        """Return the result that rank 0 has sent by :meth:`as_numbers`."""
+        fit = numbers["fit"]
         model, slowness = CostModel(**fit["model"]), np.array(fit["slowness"])
-        return cls(**{**told, "fit": CostFit(**{**fit, "model": model, "slowness": slowness})})
+        return cls(**{**numbers, "fit": CostFit(**{**fit, "model": model, "slowness": slowness})})
 
 
 class PredictedAndMeasured:
@@ -232,12 +232,12 @@ class CostCalibrator:
                 found = self._fit([epoch for epoch, _ in window], everyone, sampler)
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
-        told, failed = broadcast_from_first_rank((found and found.as_numbers(), failed), self._group)
+        numbers, failed = broadcast_from_first_rank((found and found.as_numbers(), failed), self._group)
         if failed:
             self.stopped = True
             rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")
-        elif told is not None:
-            self._follow(CalibrationResult.from_numbers(told), sampler)
+        elif numbers is not None:
+            self._follow(CalibrationResult.from_numbers(numbers), sampler)
 
     def _fit(self, epochs: list[int], everyone: list[NDArray[np.float64]], sampler: Any) -> CalibrationResult | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""

@@ -93,7 +93,7 @@ class SettingTrial:
         candidates: how many.
         clock: of the rank's device.
         compute: returns, of a step that has just ended, by its number, what will tell its compute time in seconds; None if
-            nobody wants to know what is lost.
+            the time that is lost does not matter.
     """
 
     def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], Callable[[], float]] | None = None) -> None:
