@@ -35,7 +35,6 @@ from lightning_freescale.training.setup import (
     refuse_unknown_options,
     shard_tables,
     table_sharding,
-    tell_embeddings,
     wrap_dense,
 )
 
@@ -270,8 +269,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     def _find(self, module: nn.Module) -> list[tuple[Collection, Any]]:
         """Return the collections to shard, after all checks."""
         with speaking_of_fabric():
-            found = collections_of(module, self.shard, warn=True)
-        tell_embeddings(module, self.shard, found, _NAME)
+            found = collections_of(module, self.shard, warn=True, advise=_NAME)
         if found:
             refuse_module(module, found, self.root_device, self.updates_unscaled, self.precision.precision, self.tables)
         return found

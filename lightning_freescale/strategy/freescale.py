@@ -33,7 +33,7 @@ from lightning_freescale.strategy.validation import (
     warn_of_loader,
 )
 from lightning_freescale.training.lookahead_loader import UNKNOWN, LookaheadLoader
-from lightning_freescale.training.setup import collections_of, refuse_unknown_options, tell_embeddings
+from lightning_freescale.training.setup import collections_of, refuse_unknown_options
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.overlap import OverlapReport
@@ -157,10 +157,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._hides_nothing = ""
         if fitting or self.groups is None or self.groups.root is not module:
             self.groups = None  # else a checkpoint after validate or test still is one of the fit before
-        found = collections_of(module, self.shard, warn=True)
+        found = collections_of(module, self.shard, warn=True, advise="FreeScaleStrategy" if fitting else "")
         self._finds_collections = bool(found)
-        if fitting:
-            tell_embeddings(module, self.shard, found)
         if not found:
             self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
             super().setup(trainer)

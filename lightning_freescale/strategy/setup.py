@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection as Group
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +22,6 @@ from lightning_freescale.strategy.clipping import clip_options, refuse_clipping
 from lightning_freescale.strategy.tuning.tuner import settle_without_exchange
 from lightning_freescale.strategy.validation import refuse_averages, refuse_run
 from lightning_freescale.training.setup import (
-    materialize,
     new_engine,
     refuse_ddp_options,
     shard_tables,
@@ -56,7 +57,7 @@ def set_up_tables(
     refuse_run(trainer, found, device, fitting, strategy.exchange == "torchrec")
     refuse_ddp_options(*strategy.unsupported_options)
     strategy.accelerator.setup(trainer)
-    materialize(module, device, leave={child for _, held in found for child in held.modules()})
+    _materialize(module, device, leave={child for _, held in found for child in held.modules()})
     if fitting:
         strategy.apply_layer_sync(module)
     strategy.tables = tables = _shard(strategy, trainer, module, found, fitting)
@@ -89,6 +90,27 @@ def settle_micro_batches(trainer: Trainer, step: TableStep, no_overlap: str) -> 
     if settle_without_exchange(trainer.train_dataloader, reason):
         reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
     return reason
+
+
+def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
+    """Give parameters and buffers on the meta device memory on ``device``, and initialise them by ``reset_parameters``.
+
+    The submodules in ``leave`` stay as they are; tables among them are initialised in shards.
+
+    Raises:
+        ValueError: a submodule on the meta device has no ``reset_parameters``.
+    """
+    for path, child in module.named_modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if child in leave or not any(tensor.is_meta for tensor in own):
+            continue
+        if not callable(getattr(child, "reset_parameters", None)):
+            raise ValueError(
+                f"module {path!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to initialise "
+                "it: add that method, or build it on the CPU"
+            )
+        child.to_empty(device=device, recurse=False)
+        child.reset_parameters()
 
 
 def _shard(

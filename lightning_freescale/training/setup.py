@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
     from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
+    from lightning_freescale.embeddings.plain_embedding import EmbeddingChoice
     from lightning_freescale.embeddings.sharding import TableSharding
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.training.table_step import TableStep
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
 """Which plain ``nn.Embedding`` modules to shard, see :func:`.choose_embeddings`."""
+Found: TypeAlias = "list[tuple[Collection, Any]]"
+"""The collections of a module, each with the module that stands there now."""
 
 
 class TableStrategy:
@@ -190,37 +193,39 @@ def refuse_shared_gpu(error: RuntimeError) -> None:
 # -- parts of the set-up, in their order
 
 
-def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False) -> list[tuple[Collection, Any]]:
+def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, advise: str = "") -> Found:
     """Return the embedding collections of a module, see :func:`.find_collections`; none without TorchRec.
 
-    If asked to ``warn``, it warns of collections that cannot be sharded, or says that there are none.
+    Args:
+        module: the module.
+        shard: plain ``nn.Embedding`` modules to shard as well.
+        warn: whether to warn of collections that cannot be sharded, and to log that there are none.
+        advise: the name of the strategy, to log which large ``nn.Embedding`` modules it shards or could shard.
 
     Raises:
         ValueError: an ``nn.Embedding`` that ``shard`` names cannot be sharded.
         ModuleNotFoundError: ``shard`` asks for TorchRec's tables, and TorchRec is not there.
     """
-    found: list[tuple[Collection, Any]] = []
+    found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
         from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
         from lightning_freescale.embeddings.plain_embedding import choose_embeddings
 
-        found = find_collections(module, set(choose_embeddings(module, shard).chosen.values()))
+        choice = choose_embeddings(module, shard)
+        found = find_collections(module, set(choice.chosen.values()))
         for path in unsupported_collections(module, found) if warn else ():
             rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
+        if advise:
+            _tell_embeddings(choice, shard, found, advise)
     if warn and not found:
         rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
     return found
 
 
-def tell_embeddings(
-    module: nn.Module, shard: Shard, found: Sequence[tuple[Collection, Any]], strategy: str = "FreeScaleStrategy"
-) -> None:
+def _tell_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strategy: str) -> None:
     """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
-    if find_spec("torchrec") is None:
-        return
-    from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING, choose_embeddings
+    from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
 
-    choice = choose_embeddings(module, shard)
     sizes = {path: f"{path!r} ({e.num_embeddings} x {e.embedding_dim})" for path, e in (choice.chosen | choice.left).items()}
     if choice.left:
         rank_zero_info(
@@ -236,31 +241,8 @@ def tell_embeddings(
             rank_zero_info(f"strategy 'freescale': shard='auto' leaves an nn.Embedding whole: {reason}")
 
 
-def materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
-    """Give parameters and buffers on the meta device memory on ``device``, and initialise them by ``reset_parameters``.
-
-    The submodules in ``leave`` stay as they are; tables among them are initialised in shards.
-
-    Raises:
-        ValueError: a submodule on the meta device has no ``reset_parameters``.
-    """
-    for path, child in module.named_modules():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if child in leave or not any(tensor.is_meta for tensor in own):
-            continue
-        if not callable(getattr(child, "reset_parameters", None)):
-            raise ValueError(
-                f"module {path!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to initialise "
-                "it: add that method, or build it on the CPU"
-            )
-        child.to_empty(device=device, recurse=False)
-        child.reset_parameters()
-
-
 @contextmanager
-def table_sharding(
-    module: nn.Module, device: torch.device, strategy: TableStrategy, found: list[tuple[Collection, Any]]
-) -> Iterator[TableSharding]:
+def table_sharding(module: nn.Module, device: torch.device, strategy: TableStrategy, found: Found) -> Iterator[TableSharding]:
     """Take the collections ``found`` out of their module, and put them back if the block raises; it shards them."""
     from lightning_freescale.embeddings.sharding import TableSharding
 
