@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -94,38 +94,6 @@ class ComputeTimes:
     def _keep(self, record: StepRecord) -> None:
         self._records[self.step] = record
         self._records.pop(self.step - _KEPT, None)
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """What rank 0 has found out from the times so far.
-
-    Attributes:
-        fit: the model that explains them.
-        improved: whether it takes the place of the costs in use.
-        base: of each rank's step what its samples do not explain, in the units of the costs then in use.
-        imbalance_current: of the plan in use, scored by the fit.
-        imbalance_fitted: of a plan made with the fit.
-        frozen: whether nothing more is to be measured.
-    """
-
-    fit: CostFit
-    improved: bool
-    base: float
-    imbalance_current: float
-    imbalance_fitted: float
-    frozen: bool
-
-    def as_numbers(self) -> dict[str, Any]:
-        """Return it as rank 0 tells the others."""
-        return {**asdict(self), "fit": {**asdict(self.fit), "slowness": self.fit.slowness.tolist()}}
-
-    @classmethod
-    def from_numbers(cls, numbers: dict[str, Any]) -> CalibrationResult:
-        """Return the result that rank 0 has sent by :meth:`as_numbers`."""
-        fit = numbers["fit"]
-        model, slowness = CostModel(**fit["model"]), np.array(fit["slowness"])
-        return cls(**{**numbers, "fit": CostFit(**{**fit, "model": model, "slowness": slowness})})
 
 
 class PredictedAndMeasured:
@@ -220,26 +188,35 @@ class CostCalibrator:
             rank_zero_info(f"strategy 'freescale': {self._found.tell(self._scatter)}")
 
     def _exchange(self, sampler: Any, ended: int) -> None:
-        """Gather all ranks' windows of ``ended`` steps, fit on rank 0, and follow its result on all."""
+        """Gather all ranks' windows of ``ended`` steps, fit on rank 0, and use the fit on all ranks from the next epoch on."""
         first = self._times.step - len(self._rows)
         seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
         window, self._rows = self._rows[:ended], self._rows[ended:]
         everyone = gather_numbers(np.column_stack([np.stack([row for _, row in window]), seconds]), self._group)
-        found, failed = None, ""
-        # least squares on another processor may differ in the last digit: rank 0 fits, and tells the others
+        fit, result, failed = None, None, ""
+        # least squares on another processor may differ in the last digit: rank 0 fits, and sends the result to the others
         if self.trainer.is_global_zero:
+            calibration = self._calibration
             try:
-                found = self._fit([epoch for epoch, _ in window], everyone, sampler)
+                fit = self._fit([epoch for epoch, _ in window], everyone)
+                imbalances = (0.0, 0.0) if fit is None else self._imbalances(fit, sampler)
+                if fit is not None:
+                    result = asdict(fit.model) if calibration.improved else None, calibration.base, calibration.frozen
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
-        numbers, failed = broadcast_from_first_rank((found and found.as_numbers(), failed), self._group)
+        result, failed = broadcast_from_first_rank((result, failed), self._group)
         if failed:
             self.stopped = True
             rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")
-        elif numbers is not None:
-            self._follow(CalibrationResult.from_numbers(numbers), sampler)
+        elif result is not None:
+            model, base, frozen = result
+            before = self._costs.newest_refit or Refit(None, 0.0)
+            self._costs.replan(sampler.epoch + 1, Refit(CostModel(**model) if model else before.model, base))
+            self.stopped = self._costs.costs_are_final = frozen
+            if fit is not None:
+                self._log(fit, *imbalances, sampler)
 
-    def _fit(self, epochs: list[int], everyone: list[NDArray[np.float64]], sampler: Any) -> CalibrationResult | None:
+    def _fit(self, epochs: list[int], everyone: list[NDArray[np.float64]]) -> CostFit | None:
         """Fit the times of all ranks, on rank 0; None if there are too few."""
         rows = np.stack(everyone, axis=1)
         seconds = rows[..., -1]
@@ -247,13 +224,7 @@ class CostCalibrator:
             measured = (np.array(epochs) == epoch) & (seconds > 0).all(axis=1)
             if measured.any():
                 self._found.add_steps(epoch, rows[measured, :, 5], seconds[measured])
-        calibration = self._calibration
-        fit = calibration.add_window(rows[..., :4], seconds, rows[..., 4])
-        if fit is None:
-            return None
-        self._scatter = fit.residual
-        current, fitted = self._imbalances(fit, sampler)
-        return CalibrationResult(fit, calibration.improved, calibration.base, current, fitted, calibration.frozen)
+        return self._calibration.add_window(rows[..., :4], seconds, rows[..., 4])
 
     def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
         """Return the imbalance, as the fit sees it, of plans as they are and as the fit would make them."""
@@ -269,34 +240,26 @@ class CostCalibrator:
 
         return imbalance(used), imbalance(fitted)
 
-    def _follow(self, result: CalibrationResult, sampler: Any) -> None:
-        """Do on every rank alike what the result says."""
-        fit, before = result.fit, self._costs.newest_refit or Refit(None, 0.0)
-        self._costs.replan(sampler.epoch + 1, Refit(fit.model if result.improved else before.model, result.base))
-        self.stopped = self._costs.costs_are_final = result.frozen
-        if self.trainer.is_global_zero:
-            self._log(result, sampler)
-
-    def _log(self, result: CalibrationResult, sampler: Any) -> None:
-        fit = result.fit
+    def _log(self, fit: CostFit, imbalance_current: float, imbalance_fitted: float, sampler: Any) -> None:
+        self._scatter = fit.residual
         scalars = {
             "freescale/calibration/residual": fit.residual,
-            "freescale/calibration/imbalance_current": result.imbalance_current,
-            "freescale/calibration/imbalance_fitted": result.imbalance_fitted,
+            "freescale/calibration/imbalance_current": imbalance_current,
+            "freescale/calibration/imbalance_fitted": imbalance_fitted,
             "freescale/calibration/imbalance_predicted": self._found.predicted,
             "freescale/calibration/imbalance_measured": self._found.measured,
         }
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
-        if result.improved and not self._told_of_fit:
+        if self._calibration.improved and not self._told_of_fit:
             self._told_of_fit = True
             rank_zero_info(
                 f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the costs "
                 f"in use, with a median error of {fit.residual:.1%} of {fit.observations}, and is used from epoch "
-                f"{sampler.epoch + 1} on. By it the plan in use has imbalance {result.imbalance_current:.3f}, one made with it "
-                f"{result.imbalance_fitted:.3f}. For runs that repeat to the bit: BalanceOptions(calibrate=False)"
+                f"{sampler.epoch + 1} on. By it the plan in use has imbalance {imbalance_current:.3f}, one made with it "
+                f"{imbalance_fitted:.3f}. For runs that repeat to the bit: BalanceOptions(calibrate=False)"
             )
-        if result.frozen:
+        if self._calibration.frozen:
             rank_zero_info(
                 f"strategy 'freescale': the costs are final and no longer measured; {self._found.tell(self._scatter)}"
             )
