@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.loops import (
-    LightningDataModule,
-    PredictionLoader,
-    Trainer,
-    TrainerFn,
-    batches_per_optimizer_step,
-    rank_zero_info,
-    rank_zero_warn,
-    reload_train_loader,
-    training_position,
-)
+from lightning_freescale._lightning.data_module import TrainerDataModule
+from lightning_freescale._lightning.loops import PredictionLoader, Trainer, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import BalancedSampler, BlockShuffle
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.evaluation_order import EvaluationSampler
@@ -42,7 +32,7 @@ from lightning_freescale.data.streaming.reader import unusable_state
 from lightning_freescale.data.validation import LossReduction, check_loader_options, is_stream
 
 
-class FreeScaleDataModule(LightningDataModule):
+class FreeScaleDataModule(TrainerDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all ranks finish together.
 
     Args:
@@ -70,11 +60,9 @@ class FreeScaleDataModule(LightningDataModule):
         target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, or a function of one sample
             as ``lengths``; ``lengths`` if not given.
         batch_tokens: the most tokens (``lengths``, or ``BalanceOptions(tokens=...)``) that a rank may hold in a training
-            step, instead of ``batch_size``. A step then has as many samples as fit, the same number in all steps, to one, and
-            an epoch as many steps on every rank and in every epoch, see :class:`~lightning_freescale.balance.Budget`. Costs
-            and limit determine how many samples each rank computes; the loss is weighed accordingly. Long and short histories
-            are spread evenly over the steps. ``BalanceOptions(tokens=costs)`` limits the cost of a step instead. Needs a
-            map-style data set.
+            step, instead of ``batch_size``; see :class:`~lightning_freescale.balance.Budget`. All steps have the same number of
+            samples, to one, and all ranks and epochs the same number of steps. ``BalanceOptions(tokens=costs)`` limits the
+            cost of a step instead. Needs a map-style data set.
         micro_batches: the number of parts of about equal cost into which each rank's batch of a step is cut. The parts are
             computed one after the other with one update of the tables, which hides more of the exchange and takes less memory.
             The gradient is that of the undivided step, to rounding, for losses that are a mean (or sum) over samples or
@@ -140,7 +128,6 @@ class FreeScaleDataModule(LightningDataModule):
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._loader_options = loader_options
-        self._reload_every: int | None = None
         self.train: IterableData | MapStyleData
         if is_stream(train_dataset):
             self.train = IterableData(train_dataset, arguments, collate_fn, loader_options.get("num_workers", 0))
@@ -254,21 +241,17 @@ class FreeScaleDataModule(LightningDataModule):
     def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
         """Return the balanced loader of this rank."""
         trainer, train = self.trainer, self.train
-        epoch, weighs = 0, trainer is not None and getattr(trainer.strategy, "weighs_loss", False)
+        epoch, limit = 0, 1.0
         if trainer is not None:
-            if isinstance(train, MapStyleData) and not weighs:
+            if isinstance(train, MapStyleData) and not self._weighs_loss:
                 train.forget_choices()  # of a checkpoint
             self._check_trainer(trainer, train)
-            epoch = trainer.current_epoch
+            epoch, limit = trainer.current_epoch, trainer.limit_train_batches
         if isinstance(train, IterableData):
-            timeout = None if trainer is None else process_group_timeout(trainer.strategy)
-            return train.loader(*self._rank_and_world_size(), epoch, timeout)
-        limit, accumulated = 1.0, 1
-        if trainer is not None:
-            limit, accumulated = trainer.limit_train_batches, batches_per_optimizer_step(trainer)
-        sampler = train.resumed_sampler(*self._rank_and_world_size(), epoch, accumulated, limit)
+            return train.loader(*self._rank_and_world_size(), epoch, self._group_timeout)
+        sampler = train.resumed_sampler(*self._rank_and_world_size(), epoch, self._batches_per_optimizer_step, limit)
         jagged = train.padding == "none" or train.lengths is None
-        settles = weighs and jagged and not train.counts_are_settled
+        settles = self._weighs_loss and jagged and not train.counts_are_settled
         if settles and (choice := train.settle_counts(sampler.epoch, sampler.first_step)) is not None:
             rank_zero_info(f"FreeScaleDataModule: {choice}")
         self._reload_next_epoch(train.epoch_is_cut_anew)
@@ -283,7 +266,7 @@ class FreeScaleDataModule(LightningDataModule):
                 f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
                 "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
             )
-        if not getattr(trainer.strategy, "weighs_loss", False):
+        if not self._weighs_loss:
             self._arguments.check_plain_strategy(trainer.world_size, train.assignment_mode)
         elif self.balance_options.calibrate and trainer.world_size == 1:
             rank_zero_warn(
@@ -319,27 +302,6 @@ class FreeScaleDataModule(LightningDataModule):
         )
         return BalancedDataLoader.from_sampler(dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
-    @property
-    def trainer(self) -> Trainer | None:
-        """The Trainer that the data module is given to; it sets this before it does anything else with it."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
-        if type(trainer).__module__.startswith("pytorch_lightning."):
-            raise TypeError(
-                "FreeScaleDataModule is for the Trainer of lightning.pytorch, not for that of pytorch_lightning, which takes "
-                "other classes for its own: import lightning as L and use L.Trainer"
-            )
-        self._trainer = trainer
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-    def _rank_and_world_size(self) -> tuple[int, int]:
-        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
         """Return the training plan of one of ``world_size`` ranks.
 
@@ -354,7 +316,7 @@ class FreeScaleDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training stands in its data; the same on every rank. Collective for streams."""
-        epoch, batches = training_position(cast(Trainer, self.trainer))
+        epoch, batches = self._training_position()
         state = self.train.state_dict(epoch, batches, self._rank_and_world_size()[1])
         return {**state, "micro_batches": self.train.micro_batches.measured}
 
@@ -385,15 +347,4 @@ class FreeScaleDataModule(LightningDataModule):
         if schedule.auto and state.get("micro_batches") in schedule.candidates:
             schedule.measured = state["micro_batches"]
             schedule.settle(state["micro_batches"])
-        if self.trainer is not None:
-            reload_train_loader(self.trainer)  # somebody may have asked for it before the checkpoint was read
-
-    def _reload_next_epoch(self, needed: bool) -> None:
-        # Lightning asks for loaders once per fit, but an epoch that was cut anew has another number of steps than the next
-        trainer: Any = self.trainer
-        if needed and trainer is not None and self._reload_every is None:
-            self._reload_every = trainer.reload_dataloaders_every_n_epochs
-            trainer.reload_dataloaders_every_n_epochs = 1
-        elif not needed and self._reload_every is not None:
-            trainer.reload_dataloaders_every_n_epochs = self._reload_every
-            self._reload_every = None
+        self._reload_now()  # a user may have asked for the loader before the checkpoint was read

@@ -117,17 +117,6 @@ def leaves_transfer_alone(trainer: Trainer) -> bool:
     return not own and type(trainer.precision_plugin).convert_input is Precision.convert_input
 
 
-def batches_per_optimizer_step(trainer: Trainer) -> int:
-    """Return how many batches make an optimizer step in all epochs; 1 where that changes."""
-    callbacks = getattr(trainer, "callbacks", [])
-    schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
-    if not schedules:
-        return trainer.accumulate_grad_batches
-    # the Trainer knows these only when its first epoch begins, after the training loader is made
-    scheduled = {each for schedule in schedules for each in schedule.values()}
-    return scheduled.pop() if len(scheduled) == 1 else 1
-
-
 def reload_train_loader(trainer: Trainer) -> None:
     """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
     trainer.fit_loop._combined_loader = None
@@ -155,14 +144,6 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
     ended = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
     begun = epochs.ready > 0 and batches.current.ready > 0
     return ended and begun and cast(Any, epochs).processed == epochs.ready and not batches.is_last_batch
-
-
-def training_position(trainer: Trainer) -> tuple[int, int]:
-    """Return the epoch in which training is, and how many of its batches are processed."""
-    loop: Any = trainer.fit_loop
-    epochs, cut = loop.epoch_progress.current, ended_inside_epoch(trainer)
-    inside = cut or epochs.ready > epochs.processed  # otherwise the batches counted are those of the epoch before
-    return epochs.processed - cut, loop.epoch_loop.batch_progress.current.processed if inside else 0
 
 
 def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
