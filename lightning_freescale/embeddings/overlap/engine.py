@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.comm import BACKEND
-from lightning_freescale.comm.options import OverlapOptions
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
@@ -24,10 +22,10 @@ from lightning_freescale.embeddings.overlap.collection import OverlappedCollecti
 from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
-from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups
+from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, nodes_with_proxies
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
-from lightning_freescale.embeddings.overlap.transport import LaunchOrder, refuse_one_queue
+from lightning_freescale.embeddings.overlap.transport import LaunchOrder, new_group, refuse_one_queue
 from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
@@ -83,7 +81,7 @@ class OverlapEngine:
     ) -> None:
         self.tables, self._steps = tables, 0
         self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
-        self._two_level = _is_two_level(exchange, self._nodes, dedup)
+        self._proxied = nodes_with_proxies(exchange, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
@@ -102,10 +100,6 @@ class OverlapEngine:
                 forward = ModuleForward(collection, module, parts, self._evaluation, tables)
                 self.modules[collection.path] = forward
                 self._evaluation.modules[collection.path] = parts
-        self._introduce()
-
-    def _introduce(self) -> None:
-        """Tell the collections of each other."""
         for path, overlapped in self.collections.items():
             overlapped.others = [other for name, other in self.collections.items() if name != path]
 
@@ -113,10 +107,11 @@ class OverlapEngine:
         self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None
     ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
-        lane = OverlapOptions(self._transport, name=collection.path)
-        group: Any = dist.new_group(backend=BACKEND, timeout=self._timeout, pg_options=lane)
+        made = (collection.path, self._transport, self._timeout)
+        group, proxies = new_group(*made), None
         group.connect()  # now, not in a step
-        proxies = self._proxy_groups(collection.path, order) if self._two_level else None
+        if self._proxied is not None:
+            proxies = ProxyGroups.connect(self._proxied, *made, take_turns=order is not None)
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
@@ -127,43 +122,19 @@ class OverlapEngine:
         self._table_keys[collection.path] = [table.key for table in collection.tables]
         return overlapped
 
-    def _proxy_groups(self, path: str, order: LaunchOrder | None) -> ProxyGroups:
-        """Make the groups of all nodes, on every rank in the same order, and connect this rank's. Collective."""
-        assert self._nodes is not None
-        mine = []
-        for kind, sets in (("near", self._nodes.near), ("far", self._nodes.far)):
-            for ranks in sets:
-                lane = OverlapOptions(self._transport, name=f"{path} ({kind})")
-                group: Any = dist.new_group(ranks, backend=BACKEND, timeout=self._timeout, pg_options=lane)
-                if dist.get_rank() in ranks:
-                    mine.append(group)
-        for group in mine:
-            group.connect()
-            if group.moves_by_nccl and order is not None:
-                raise ValueError(
-                    f"exchange='two_level' with several embedding collections, {path!r} among them, whose rows NCCL moves: its "
-                    "exchanges cannot take turns among some of the ranks. Use exchange='flat', or transport='host'"
-                )
-        return ProxyGroups(*mine)
-
-    @property
-    def _nodes_of_proxies(self) -> int:
-        """Number of nodes if requests go through proxies, else 1."""
-        return self._nodes.count if self._two_level and self._nodes is not None else 1
-
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
         """Return the parts of a collection, each of tables of one width; none if TorchRec exchanges its rows."""
         if collection.managed:
             self.plain[collection.path] = "the model remaps its ids, so its rows are not known before the lookup"
             return []
-        record = module.freescale_sharding
+        record, nodes = module.freescale_sharding, 1 if self._proxied is None else self._proxied.count
         widths = parts_by_width(collection, record.plan)
         several = len(widths) > 1
         parts = [
             replace(collection, path=f"{collection.path} (dim {each[0].dim})" if several else collection.path, tables=each)
             for each in widths
         ]
-        where = (record.plan, record.orders, self.tables.group.size(), self.tables.device, self._nodes_of_proxies)
+        where = (record.plan, record.orders, self.tables.group.size(), self.tables.device, nodes)
         return [(each, RowLayout.from_plan(each, *where)) for each in parts]
 
     def begin_step(
@@ -378,19 +349,3 @@ class OverlapEngine:
         """
         totals = self._totals_of_closed + [collection.statistics.totals() for collection in self.collections.values()]
         return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}
-
-
-def _is_two_level(exchange: str, nodes: Nodes | None, dedup: bool) -> bool:
-    if exchange not in ("flat", "two_level"):
-        raise ValueError(f"exchange={exchange!r}: pass 'flat' or 'two_level'")
-    if exchange == "flat":
-        return False
-    if nodes is None:
-        raise ValueError("exchange='two_level', ranks_per_node=None: pass how many ranks every node has")
-    if not dedup:
-        raise ValueError(
-            "exchange='two_level', dedup=False: gradients are added up within a node first, so no sum is bitwise that of plain "
-            "TorchRec. Leave one of the two out"
-        )
-    nodes.refuse_one_level()
-    return True

@@ -1,23 +1,25 @@
-"""The way through proxies: what several ranks of a node need of an owner crosses the network once, and back its gradients.
+"""The two-level exchange: a row that several ranks of a node need crosses the network once, and so does its gradient.
 
-Every node has as many ranks, one after the other. Rank ``l`` of a node is its proxy for the owners that are rank ``l`` of their
-nodes. There are two hops: near, among the ranks of a node, and far, among the ranks with one ``l``::
+All nodes have equally many ranks, one node's after the other's. Rank ``l`` of a node is its proxy for the owners that are rank
+``l`` of their nodes. There are two hops: near, among the ranks of a node, and far, among the ranks with one ``l``::
 
     ids, gradients    a rank  -- near -->  the proxy in its node: each row once, gradients added up  -- far -->  the owner
     rows, flags       a rank  <-- near --  the proxy, to all that asked                              <-- far --  the owner
 
 So to an owner the requesting ranks are the proxies of all nodes. Every rank sends its head to all proxies of its node, and a
-proxy's message takes the heads of its whole node along: behind both hops all ranks have the heads of all.
+proxy's message contains the heads of its whole node: after both hops all ranks have the heads of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, PassingRows, RequestedRows, SomeRows
@@ -25,7 +27,7 @@ from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange,
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import RowsToFlag, exchange_flagged
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import Transport, new_group
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,34 @@ class Nodes:
         """Number of nodes."""
         return self.ranks // self.each
 
-    @property
-    def near(self) -> list[list[int]]:
-        """The ranks of every node."""
-        return [list(range(node * self.each, (node + 1) * self.each)) for node in range(self.count)]
-
-    @property
-    def far(self) -> list[list[int]]:
-        """The ranks that have the same place in their nodes, by that place."""
-        return [list(range(place, self.ranks, self.each)) for place in range(self.each)]
-
     def others(self, rank: int) -> list[bool]:
         """Return which ranks are on another node than ``rank``; nothing if there is one node."""
         return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
 
-    def refuse_one_level(self) -> None:
-        """Check that there is something to gain by proxies, by a ValueError."""
-        if self.count == 1 or self.each == 1:
-            raise ValueError(
-                f"exchange='two_level' with {self.ranks} ranks and ranks_per_node={self.each}: it needs several nodes with "
-                "several ranks each. Use exchange='flat'"
-            )
+
+def nodes_with_proxies(exchange: str, nodes: Nodes | None, dedup: bool) -> Nodes | None:
+    """Return the nodes if ``exchange`` is ``"two_level"``, or None if it is ``"flat"``.
+
+    Raises:
+        ValueError: the arguments of the engine do not fit each other, or there is nothing to gain by proxies.
+    """
+    if exchange not in ("flat", "two_level"):
+        raise ValueError(f"exchange={exchange!r}: pass 'flat' or 'two_level'")
+    if exchange == "flat":
+        return None
+    if nodes is None:
+        raise ValueError("exchange='two_level', ranks_per_node=None: pass how many ranks every node has")
+    if not dedup:
+        raise ValueError(
+            "exchange='two_level', dedup=False: gradients are added up within a node first, so no sum is bitwise that of plain "
+            "TorchRec. Leave one of the two out"
+        )
+    if nodes.count == 1 or nodes.each == 1:
+        raise ValueError(
+            f"exchange='two_level' with {nodes.ranks} ranks and ranks_per_node={nodes.each}: it needs several nodes with "
+            "several ranks each. Use exchange='flat'"
+        )
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,30 @@ class ProxyGroups:
 
     near: Any
     far: Any
+
+    @classmethod
+    def connect(cls, nodes: Nodes, path: str, transport: str, timeout: timedelta | None, take_turns: bool) -> ProxyGroups:
+        """Make the groups of all nodes, on every rank in the same order, and connect this rank's. Collective.
+
+        Raises:
+            ValueError: several collections ``take_turns``, which they cannot do among some of the ranks.
+        """
+        ranks, mine = range(nodes.ranks), []
+        near = [list(ranks[node * nodes.each : (node + 1) * nodes.each]) for node in range(nodes.count)]
+        far = [list(ranks[place :: nodes.each]) for place in range(nodes.each)]
+        for kind, sets in (("near", near), ("far", far)):
+            for each in sets:
+                group = new_group(f"{path} ({kind})", transport, timeout, each)
+                if dist.get_rank() in each:
+                    mine.append(group)
+        for group in mine:
+            group.connect()
+            if group.moves_by_nccl and take_turns:
+                raise ValueError(
+                    f"exchange='two_level' with several embedding collections, {path!r} among them, whose rows NCCL moves: its "
+                    "exchanges cannot take turns among some of the ranks. Use exchange='flat', or transport='host'"
+                )
+        return cls(*mine)
 
 
 _WORDS = len(Head._fields)

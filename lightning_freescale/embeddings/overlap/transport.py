@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm import BACKEND
+from lightning_freescale.comm.options import OverlapOptions
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 
 
@@ -109,6 +111,11 @@ class ExchangeObserver(Protocol):
 
     def background_collective(self, name: str, moved: int) -> AbstractContextManager[None]:
         """Record the block as a collective of another thread that moves so many bytes."""
+
+
+def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[int] | None = None) -> Any:
+    """Make a process group for the messages of one collection, between all ranks or those given. Collective."""
+    return dist.new_group(ranks, backend=BACKEND, timeout=timeout, pg_options=OverlapOptions(transport, name=name))
 
 
 class Transport:
