@@ -348,7 +348,7 @@ _HANDLERS: dict[Any, Callable[[CatalogueLogits, Any, Any, Any], Any]] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), CatalogueLogits._added),
     Tensor.__getitem__: CatalogueLogits._selected,
 }
-"""What the logits do instead of a function."""
+"""The method of the logits that replaces each function."""
 
 
 def _dims(args: Any, kwargs: Any, dims: int) -> list[int]:

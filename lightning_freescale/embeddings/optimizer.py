@@ -1,4 +1,4 @@
-"""Which optimizer updates a sharded table: derived from the user's optimizer, whose parameter groups go on driving it."""
+"""The optimizer of a sharded table, derived from the user's optimizer, whose parameter groups continue to set its options."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class TableOptimizer:
         arguments: its arguments, in FBGEMM's words.
         group: which of the user's parameter groups holds the table and sets its options; None if none does.
         initial_state: value the accumulated squares start from.
-        sparse_adam: whether the overlap engine updates the table by :func:`update_rows`, because FBGEMM cannot. Whoever
-            derives a TableOptimizer is told whether it could.
+        sparse_adam: whether the overlap engine updates the table by :func:`update_rows`, because FBGEMM cannot.
     """
 
     fused_class: type[Optimizer]

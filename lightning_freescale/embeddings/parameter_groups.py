@@ -24,7 +24,7 @@ class ParameterGroups:
         sharding: what stands in for the tables; optimizers that the user has applied in backward stay.
 
     Attributes:
-        optimizers: how each table is updated while it is not frozen, by table key; tables that nobody updates are missing.
+        optimizers: how each table is updated while it is not frozen, by table key; tables without an optimizer are missing.
         in_backward: keys of the tables that keep an optimizer of their own.
         step: optimizer steps done so far.
         updates: how many each table's optimizer has done, by table key.
@@ -165,7 +165,7 @@ class ParameterGroups:
         while len(groups) > len(self._layout):
             index, key_of = len(self._layout), {weight: key for key, weight in self.weights.items()}
             given, held = groups[index]["params"], {name for names in self._layout for name in names}
-            # a table that an earlier group holds stays there: whoever asked the unsharded optimizer would have found it
+            # a table that an earlier group holds stays there, as in an unsharded optimizer
             names = [key_of.get(p, "") for p in given if key_of.get(p) not in held]
             if given and not names:
                 del groups[index]

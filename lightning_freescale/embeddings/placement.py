@@ -1,4 +1,4 @@
-"""Which rank owns a row of a row-wise sharded table: by the hash of its id, or by blocks of ids."""
+"""Place the rows of row-wise sharded tables on ranks, by the hash of their ids or by blocks of ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a table."""
+"""Plan the parts of tables that each rank holds, and check plans."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def _follow_first_rank(collection: Collection, original: Any, group: dist.Proces
 
 
 def _digest(weight: Tensor) -> Tensor:
-    """Return two sums over the bits of a table, the second one of which depends on the order of its rows."""
+    """Return two sums over the bits of a table; the second one depends on the order of its rows."""
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     for start in range(0, len(weight), _ROWS_AT_ONCE):
         rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)

@@ -167,7 +167,7 @@ class ShardedTables:
 
         Args:
             backward: whether it had a backward.
-            skip: paths of the collections that somebody else updates.
+            skip: paths of the collections that other code updates.
         """
         idle = [c for c, module in self.modules if not (backward and module.freescale_sharding.checks.lookups)]
         return [table.key for collection in idle if collection.path not in skip for table in collection.tables]
@@ -177,7 +177,7 @@ class ShardedTables:
 
         Args:
             settings: of each table, by its key.
-            skip: paths of the collections that somebody else updates.
+            skip: paths of the collections that other code updates.
 
         Raises:
             ValueError: tables that FBGEMM updates together would need different updates.

@@ -1,4 +1,4 @@
-"""Where in a batch the ids are that a model looks up: found once, then followed in every later batch."""
+"""Find the ids that a model looks up in a batch once, follow the path in later batches, and compare ids."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _at(batch: Any, steps: Steps) -> Any:
 class KJTSnapshot:
     """Ids as they are now, to be submitted, and to be compared later with those that the model passes.
 
-    They are copied: whoever reads them later must not see what has become of them since. On the CPU they are compared with the
+    They are copied, so that later changes of the tensors are not seen. On the CPU they are compared with the
     copy, because torch does not count what a numpy view changes. On CUDA, where there is no such view, the tensors themselves
     are kept as well, one by one (TorchRec adds lengths or offsets to a KeyedJaggedTensor later), and changes in place are seen
     by torch's version counters; those through ``.data`` are not. Inference tensors have none.
@@ -182,7 +182,7 @@ class KJTSnapshot:
         return self._count_writes() == self._writes and self._parts.same(_FeatureTensors(passed))
 
     def _count_writes(self) -> list[int]:
-        """Return how often each tensor has been changed in place; nobody else has copies."""
+        """Return how often each tensor has been changed in place; copies cannot be changed."""
         return [] if self._copied else [tensor._version for tensor in self._parts.tensors()]
 
 

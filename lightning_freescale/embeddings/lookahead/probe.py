@@ -21,7 +21,7 @@ class IdsFunction:
             a collection, in a mapping. The ids of an ``nn.Embedding`` are a tensor instead.
         name: of the function, for errors and warnings.
         overlapped: paths of the collections whose ids are asked for.
-        plain: paths of the module's other collections; what is told of them is passed over.
+        plain: paths of the module's other collections; ids returned for them are ignored.
         embeddings: paths of those that are an ``nn.Embedding``.
     """
 
@@ -129,7 +129,7 @@ class Probe:
 
     @property
     def known(self) -> bool:
-        """Whether somebody tells the ids, or :meth:`ids_of` has places to look at."""
+        """Whether a function returns the ids, or :meth:`ids_of` has paths to follow."""
         return bool(self._paths) or self._told_by is not None
 
     @property
@@ -154,7 +154,7 @@ class Probe:
         return found or None
 
     def told(self, lookups: Sequence[KeyedJaggedTensor], by: str) -> list[KeyedJaggedTensor] | None:
-        """Return the ids that somebody has told of another batch; None if they were wrong too often."""
+        """Return the ids that a function has returned for another batch; None if they were wrong too often."""
         if self.mode != LookaheadMode.PROBE:
             return None
         self._told_by = by
@@ -172,7 +172,7 @@ class Probe:
             self._count_failure("the model looks up others than those that stand in the batch")
 
     def give_up(self, reason: str) -> None:
-        """Stop trying: nobody tells the ids."""
+        """Stop trying, because the ids cannot be known."""
         if self.mode != LookaheadMode.NONE:
             self.mode, self.reason, self._paths, self._told_by = LookaheadMode.NONE, reason, [], None
 

@@ -104,7 +104,7 @@ class BatchGradients:
 
 @dataclass(frozen=True)
 class Announced:
-    """What all ranks have told about a batch one step ahead.
+    """The state of a batch as all ranks have announced it, one step ahead.
 
     Attributes:
         heard: whether they have.
@@ -231,7 +231,7 @@ class StepLookups:
 
     @property
     def all_gradients_came(self) -> bool:
-        """Whether backward has come by all that was looked up; by rows that were submitted in vain it never does."""
+        """Whether the gradients of all lookups have arrived; rows that were submitted and not looked up get none."""
         return all(arrival.gradients is not None for arrival in self._arrivals if arrival.features)
 
     def gradient(self, dim: int, none_is_not_zero: bool) -> tuple[Tensor | None, list[KeyedJaggedTensor] | None]:
@@ -266,7 +266,7 @@ class _Arrival:
         asked_for: whether the owners know of them.
         rows: of the lookups that the model has not made yet, each of shape ``[ids, dim]``.
         features: of those that it has made.
-        gradients: of each lookup, None where backward has not come by; None before backward.
+        gradients: of each lookup, None where none has arrived; None before backward.
     """
 
     sizes: Sequence[int]
@@ -276,12 +276,12 @@ class _Arrival:
     gradients: list[Tensor | None] | None = None
 
     def came(self) -> list[tuple[KeyedJaggedTensor, Tensor]]:
-        """Return the lookups that backward has come by, and their gradients."""
+        """Return the lookups whose gradients have arrived, with these."""
         gradients = enumerate(self.gradients or [])
         return [(self.features[index], gradient) for index, gradient in gradients if gradient is not None]
 
     def whole_gradient(self, dim: int) -> Tensor:
-        """Return the gradients of all its lookups, zero where backward has not come by."""
+        """Return the gradients of all its lookups, zero where none has arrived."""
         assert self.gradients is not None
         some = next(gradient for gradient in self.gradients if gradient is not None)
         return _joined([some.new_zeros(size, dim) if g is None else g for g, size in zip(self.gradients, self.sizes)])

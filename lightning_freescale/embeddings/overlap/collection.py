@@ -60,9 +60,9 @@ class OverlappedCollection:
         optimizers: of its tables.
         dedup: request each row once per rank and batch.
         hold_gradients: keep the gradients of a step until :meth:`apply_gradients`, so that they can be clipped.
-        order: in which it takes turns with other collections; None: it need not.
-        nodes: which ranks share a node; None if nobody knows.
-        proxies: groups of the way through the node's proxies, for this collection alone; None for the way to the owners.
+        order: in which it takes turns with other collections; None if it need not.
+        nodes: which ranks share a node; None if that is unknown.
+        proxies: groups of this collection alone for the two-level exchange; None for the direct route.
 
     Attributes:
         others: the module's other collections. A rank that waits in one of them for other ranks answers them in all, because
@@ -362,7 +362,7 @@ class OverlappedCollection:
     def _refuse_late_lookup(self) -> None:
         if self.step.gradient_sent:
             raise ValueError(
-                f"embedding collection {self.path!r} is looked up after the backward of its step has come by its other "
+                f"embedding collection {self.path!r} is looked up after the backward of its step has reached its other "
                 "lookups, or after a training_step without any: look everything up in training_step, before backward"
             )
 

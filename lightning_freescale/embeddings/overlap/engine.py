@@ -29,7 +29,7 @@ from lightning_freescale.embeddings.overlap.transport import LaunchOrder, new_gr
 from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
-"""Of one lookup, or of each of several."""
+"""The ids of one lookup, or of each of several."""
 
 
 class OverlapEngine:
@@ -310,7 +310,7 @@ class OverlapEngine:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let anybody else write to the tables inside: updates under way come first, rows fetched ahead are thrown away.
+        """Let other code write to the tables inside: pending updates are applied first, rows fetched ahead are discarded.
 
         Enter it on every rank.
         """

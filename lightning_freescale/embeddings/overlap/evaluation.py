@@ -73,7 +73,7 @@ def ranks_over_shards(table: CatalogueTable, samples: RankedSamples) -> Tensor:
 
 
 class Evaluation:
-    """Makes lookups outside of steps, of which every rank may make other ones, and another number.
+    """Makes lookups outside of steps. Ranks may look up different modules, and make different numbers of lookups.
 
     A lookup is one round of all ranks. Its first message, which the first collection sends, tells which module each rank looks
     up, or by which table it ranks samples. Then the collections of these modules exchange their rows, and the ranks what these

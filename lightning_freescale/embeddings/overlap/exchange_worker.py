@@ -122,7 +122,7 @@ class ExchangeWorker(WorkerThread):
                 return _JobDone(result, self._stream.record_event(), self._stamp())
         except ValueError as error:  # says by itself what is wrong
             self.error = error
-        except BaseException as error:  # any: somebody waits for the job
+        except BaseException as error:  # any: another thread waits for the job
             self.error = RuntimeError(f"embedding exchange of collection {self._path!r}: {error}")
             self.error.__cause__ = error
             for group in self._hops:

@@ -77,7 +77,9 @@ class LookupHandshake:
         them each id is.
         """
         kind, request, wrong = self.ask_for(lookups, LookedUp.MORE)
-        heads, incoming, _ = self._route.exchange_ids(IdsToSend(NextIds.TOLD, request), updates, kind, given, self.no_values)
+        heads, incoming, _ = self._route.exchange_ids(
+            IdsToSend(NextIds.ANNOUNCED, request), updates, kind, given, self.no_values
+        )
         self.raise_errors(heads, wrong)
         return self._serve_more(heads, incoming, request), request.inverse
 

@@ -92,7 +92,7 @@ class NextIds(IntEnum):
     ENDED = 1  # there is no such batch
     REQUESTED = 2  # they are in this message
     LATER = 3  # they may be in the next one: all ranks send another
-    TOLD = 4  # they were in a message before
+    ANNOUNCED = 4  # they were in a message before
     DRAINING = 5  # none are asked for: this message only carries gradients
     EVALUATING = 6  # the message belongs to no step: it asks for the rows of a lookup without gradients
 
@@ -101,7 +101,7 @@ class LookedUp(IntEnum):
     """What a rank's model has looked up in the current batch."""
 
     PREDICTED = 0  # the ids that were submitted ahead
-    OTHERS = 1  # others, or ids that nobody had submitted: they follow
+    OTHERS = 1  # others, or ids that were not submitted: they follow
     MORE = 2  # others beside those: they are in this message, which is sent anew once their rows have come
     WRONG = 3  # ids that have no row; the error follows
 

@@ -298,7 +298,7 @@ class LocalRows:
     def write_counts(self) -> list[int]:
         """Return torch's count of writes to each table.
 
-        FBGEMM's updates do not raise a tensor's version and ours go past it, so any change is somebody else's.
+        FBGEMM's updates and ours do not raise a tensor's version, so any change comes from other code.
         """
         return [table.weight._version for table in self._tables]
 

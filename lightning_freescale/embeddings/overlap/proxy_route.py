@@ -170,7 +170,7 @@ class ProxyRoute:
         if [head.gradients for head in told] == near_given.incoming.sizes:  # else a rank asks for something instead
             requested, sums = given.forwarded.request_rows, self._sum(given.forwarded, came)
         far_given = SomeRows(requested, given.incoming)
-        request = IdsToSend(NextIds.TOLD, forwarded.request)
+        request = IdsToSend(NextIds.ANNOUNCED, forwarded.request)
         _, incoming, came = self._far_ids.exchange(request, updates, LookedUp.PREDICTED, far_given, sums)
         words = incoming.slots.view(-1, _WORDS).tolist()
         return [Head(*each) for each in words], replace(incoming, slots=self._no_slots, forwarded=forwarded), came
@@ -180,7 +180,7 @@ class ProxyRoute:
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the nodes of the ranks marked in ``asks``; the others of these nodes get what they have asked for before."""
         lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
-        sent, none = IdsToSend(NextIds.TOLD, request, before=current.incoming), self._near.rows(0)
+        sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current.incoming), self._near.rows(0)
         _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, none)
         first = self._rank - self._near.rank
         if not asks[self._rank] and any(asks[first : first + self._near.ranks]):
@@ -272,7 +272,7 @@ class ProxyRoute:
         more = [head.lookup == LookedUp.MORE for head in told]
         if any(more):  # they are served at once, and the message comes again
             return self._none_asked.replaced(new, more)
-        anew = [head.state != NextIds.TOLD or head.lookup == LookedUp.OTHERS for head in told]
+        anew = [head.state != NextIds.ANNOUNCED or head.lookup == LookedUp.OTHERS for head in told]
         if not any(anew):
             return self._none_asked
         earlier = None if before is None else before.forwarded

@@ -1,4 +1,4 @@
-"""What the exchanges have moved, and what overlapping them was worth."""
+"""Totals of what the exchanges have moved, and of the time that overlapping them has saved."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class OverlapReport:
         ids_bytes: sent to agree on rows.
         colliding_bytes: rows and gradients sent that training waited for.
         non_colliding_bytes: rows and gradients sent behind compute.
-        cross_node_bytes: what of the last three went to ranks of other nodes; 0 if nobody has told which these are.
-        unpredicted_lookups: lookups whose ids nobody knew ahead.
+        cross_node_bytes: the part of the last three that went to other nodes; 0 if the nodes are unknown.
+        unpredicted_lookups: lookups whose ids were not known ahead.
         mispredicted_lookups: lookups of other ids than were expected.
     """
 

@@ -174,7 +174,7 @@ class RowExchange:
         """Hear the ids of the ranks that did not know them when they needed the rows of the current batch."""
         later, requested = [head.state == NextIds.LATER for head in self._heads], following.requested
         if not later[self._rank]:
-            sent = IdsToSend(NextIds.TOLD, self._route.no_rows)
+            sent = IdsToSend(NextIds.ANNOUNCED, self._route.no_rows)
         sent = replace(sent, before=requested.incoming)
         nothing = (LookedUp.PREDICTED, self._route.nothing_given, self._handshake.no_values)
         heads, incoming, _ = self._handshake.exchange_until_served(sent, current.update.updates, *nothing)
@@ -221,7 +221,7 @@ class RowExchange:
         given, incoming = self._given_in_time(current), current.requested.incoming
         if anew is not None:
             given = replace(given, requested=self._route.nothing_given.requested)
-        sent = IdsToSend(NextIds.TOLD, request, moves=gradient is not None or update.whole_used, before=incoming)
+        sent = IdsToSend(NextIds.ANNOUNCED, request, moves=gradient is not None or update.whole_used, before=incoming)
         heads, new, came = self._handshake.exchange_until_served(sent, update.updates, lookup, given, sums)
         self.row_updates.count_step(current, any(head.moves for head in heads))
         self._route.count_gradients("colliding", given)
@@ -253,7 +253,7 @@ class RowExchange:
         return self._route.all_of(current.requested) if urgent is None else urgent
 
     def _update_anew(self, current: Batch, following: Batch, incoming: IncomingRows) -> None:
-        """Update rows of which some were not compared with those of ``following``: all of them, and fetch all of those."""
+        """Update all rows, and fetch all of ``following``, because some were not compared with those of ``following``."""
         current.requested, current.update.compared = replace(current.requested, incoming=incoming), False
         self._collisions.mark(incoming.rows, current.number)
         if not current.update.updates:

@@ -1,4 +1,4 @@
-"""Where the rows of a collection's tables live: from (table, id) to a number that says owner and row."""
+"""The layout of a collection's rows: a number for every (table, id) that contains its owner and its row there."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class RowSubset:
 
 
 def _of_nodes(by: Sequence[bool], nodes: int) -> list[bool]:
-    """Return of which nodes any rank is marked."""
+    """Return the nodes that have a marked rank."""
     each = len(by) // nodes
     return [any(by[node * each : (node + 1) * each]) for node in range(nodes)]
 

@@ -13,14 +13,14 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 _Place: TypeAlias = tuple[int, tuple[int, ...], bool, int | None]
-"""Which weight and bias, by their identity; the weight's shape, and whether it is transposed."""
+"""The weight and bias, by their identity; the weight's shape, and whether it is transposed."""
 
 _LAST_LATE = 4095
 """Numbers up to this one are kept free of operations that are not late."""
 
 
 class WindowGradients:
-    """What the weights' gradients of a window's micro-batches are computed from, until its last backward comes by.
+    """The inputs of the weights' gradients of a window's micro-batches, kept until its last backward.
 
     Each of its batches but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All must use the same layers,
     and each backward runs in :meth:`backward`; gradients that are asked for outside of it are those of their batch alone.
@@ -66,7 +66,7 @@ class WeightGradientsLast(TorchFunctionMode):
     """In a forward within it, linear layers are recorded so that backward leaves the gradients of their weights for the end.
 
     A layer's backward is two products: the gradient of its input, which the layer before waits for, and that of its weight,
-    for which nobody waits. Backward does the first of all layers, comes so to the embedding rows, and does the others while
+    for which no rank waits. Backward does the first of all layers, so it reaches the embedding rows, and does the others while
     these rows' gradients travel (the split that zero-bubble pipelines make, Qi et al., arXiv 2401.10241, within one
     backward). Every gradient is bitwise what it is otherwise. The layers' inputs and the gradients of their outputs are held
     until the end. ::

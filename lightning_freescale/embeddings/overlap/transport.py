@@ -70,7 +70,7 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Let nobody wait for an exchange that will not be launched."""
+        """Raise an error wherever an exchange waits for its turn, because one before it will not be launched."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -127,10 +127,10 @@ class Transport:
         device: of rows and ids.
         statistics: what to count in.
         order: in which exchanges of device memory take turns with those of other collections; None: they need not.
-        far: which ranks of the group are on other nodes; empty if none is, or nobody knows.
+        far: which ranks of the group are on other nodes; empty if none is, or if the nodes are unknown.
 
     Attributes:
-        observer: told of every exchange.
+        observer: is told of every exchange.
     """
 
     def __init__(
