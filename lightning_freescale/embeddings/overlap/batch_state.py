@@ -163,10 +163,16 @@ class Lookup:
     Attributes:
         features: the ids.
         predicted: whether they were submitted ahead; None if none were.
+        index: which of those submitted ahead it is; None if it is none of them.
+        first: whether it is the first of its step.
+        announced: whether this rank had announced its lookups before it, because it waits or has waited elsewhere.
     """
 
     features: KeyedJaggedTensor
     predicted: bool | None
+    index: int | None
+    first: bool
+    announced: bool
 
 
 class StepLookups:
@@ -184,17 +190,18 @@ class StepLookups:
         self, submitted: Sequence[KJTSnapshot] | None = None, take: Callable[[bool], None] = lambda again: None
     ) -> None:
         self.made: list[Lookup] = []
-        self._submitted, self._take = submitted, take
+        self._take, self._predicts, self._submitted = take, submitted is not None, submitted or ()
         self._arrivals: list[_Arrival] = []
         self._kept: list[tuple[KJTSnapshot, Tensor]] = []
 
-    def note(self, features: KeyedJaggedTensor) -> int | None:
-        """Note that the model makes a lookup; return which of those submitted ahead it is, None if it is none of those left."""
-        submitted = self._submitted or ()
+    def note(self, features: KeyedJaggedTensor, announced: bool = False) -> Lookup:
+        """Note and return a lookup of the model, before its rows are waited for."""
+        submitted = self._submitted
         left = self._arrivals[0].rows if self._arrivals and self._arrivals[0].asked_for else range(len(submitted))
         index = next((index for index in left if index < len(submitted) and submitted[index].matches(features)), None)
-        self.made.append(Lookup(features, None if self._submitted is None else index is not None))
-        return index
+        predicted = index is not None if self._predicts else None
+        self.made.append(Lookup(features, predicted, index, not self.made, announced))
+        return self.made[-1]
 
     def receive(self, rows: Tensor, places: Tensor, sizes: Sequence[int], asked_for: bool) -> None:
         """Take rows that have come, shape ``[rows, dim]``, for one or more lookups of ``sizes`` ids.
@@ -211,13 +218,13 @@ class StepLookups:
         given = _GraphEntry.apply(anchor, partial(self._take_gradients, arrival), rows, *places.split(list(sizes)))
         arrival.rows = dict(enumerate(given))
 
-    def give_out(self, index: int | None, features: KeyedJaggedTensor) -> Tensor:
+    def give_out(self, lookup: Lookup) -> Tensor:
         """Return the rows of the lookup just noted, shape ``[ids, dim]``, as part of the autograd graph."""
-        arrival = self._arrivals[0 if index is not None else -1]
-        # as they are now: the gradient is of these rows, whatever becomes of the ids
-        snapshot = KJTSnapshot(features) if index is None or self._submitted is None else self._submitted[index]
-        arrival.features[index or 0] = snapshot.features
-        rows = arrival.rows.pop(index or 0)
+        index, arrival = lookup.index or 0, self._arrivals[0 if lookup.index is not None else -1]
+        # as they are now: the gradient is of these rows, even if the ids are changed later
+        snapshot = KJTSnapshot(lookup.features) if lookup.index is None else self._submitted[index]
+        arrival.features[index] = snapshot.features
+        rows = arrival.rows.pop(index)
         # what is saved by a hook, as activation checkpointing does, is not kept but may be asked for in backward
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._kept.append((snapshot, rows.detach().clone()))

@@ -34,6 +34,9 @@ class CatalogueTable:
         look_up: looks rows up in that module.
         number: place of ``part``.
         tables: all sharded tables.
+
+    Attributes:
+        copied: the copy that :meth:`whole` has made; None before, and once the table changes.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class CatalogueTable:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
         self._features = features
         self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
-        self._whole: Tensor | None = None
+        self.copied: Tensor | None = None
         self._most_positions: list[int] = []
 
     def __call__(self) -> Tensor | CatalogueShard:
@@ -71,7 +74,7 @@ class CatalogueTable:
 
     def whole(self) -> Tensor:
         """Return a copy of the table in the order of the ids, which lasts until the next step. Collective."""
-        if self._whole is None:
+        if self.copied is None:
             feature, parts = self.table.features[0], []
             # other tables may be looked up by the same feature
             place = [index for name, index in self._part.layout.features if name == feature].index(self.index)
@@ -84,12 +87,8 @@ class CatalogueTable:
                     )
                     found = self._look_up(features)[self._number]
                     parts.append(found[place * len(ids) : (place + 1) * len(ids)])
-            self._whole = torch.cat(parts)
-        return self._whole
-
-    def forget(self) -> None:
-        """Let go of the copy, because the table changes."""
-        self._whole = None
+            self.copied = torch.cat(parts)
+        return self.copied
 
     @property
     def weight(self) -> Tensor:

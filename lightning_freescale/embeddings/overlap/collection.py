@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.lookahead.probe import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
-from lightning_freescale.embeddings.overlap.batch_state import StepUpdate
+from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
 from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.handshake import Route
@@ -27,23 +26,6 @@ from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, LaunchOrder, Transport
-
-
-@dataclass(frozen=True)
-class NotedLookup:
-    """A lookup of the model, before its rows are waited for.
-
-    Attributes:
-        features: the ids.
-        index: which of those submitted ahead it is; None if it is none of them.
-        first: whether it is the first of its step.
-        announced: whether this rank had announced its lookups before it, because it waits or has waited elsewhere.
-    """
-
-    features: KeyedJaggedTensor
-    index: int | None
-    first: bool
-    announced: bool
 
 
 class OverlappedCollection:
@@ -141,19 +123,18 @@ class OverlappedCollection:
         """Update the rows of the current batch with other settings, before its backward has reached them."""
         self._settings = self.step.current.update.settings = settings
 
-    def note(self, features: KeyedJaggedTensor) -> NotedLookup:
+    def note(self, features: KeyedJaggedTensor) -> Lookup:
         """Note a lookup that the model makes, before anything is waited for."""
         self._refuse_late_lookup()
-        step, first = self.step, not self.step.lookups.made
-        index = step.lookups.note(features)
-        predicted = step.lookups.made[-1].predicted
-        kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[predicted]
+        step = self.step
+        lookup = step.lookups.note(features, announced=step.announced is not None)
+        kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[lookup.predicted]
         self.statistics.count(**{kind: 1})
         if self._exchange.bag_traffic is not None:
             step.pooled_rows = step.pooled_rows + self._exchange.bag_traffic.pooled_rows(features)
-        return NotedLookup(features, index, first, announced=step.announced is not None)
+        return lookup
 
-    def rows(self, lookup: NotedLookup) -> Tensor:
+    def rows(self, lookup: Lookup) -> Tensor:
         """Return the rows of a lookup, shape ``[ids, dim]``, in the layout's order of features."""
         step = self.step
         comes = lookup.index is not None or (lookup.first and not lookup.announced)
@@ -164,7 +145,7 @@ class OverlappedCollection:
             step.announce()
             rows, places = self._fetch_more(lookup.features)
             step.lookups.receive(rows, places, [places.numel()], asked_for=False)
-        return step.lookups.give_out(lookup.index, lookup.features)
+        return step.lookups.give_out(lookup)
 
     def rows_again(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows of a lookup of the forward in backward, where activation checkpointing computes something again."""

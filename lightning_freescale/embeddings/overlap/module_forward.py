@@ -238,9 +238,9 @@ class ModuleForward:
         return [text for catalogue in self._catalogues.values() if (text := catalogue.sizes_of_use())]
 
     def forget_copies(self) -> None:
-        """Let go of copies of whole tables, because these change."""
+        """Release copies of whole tables, because these change."""
         for catalogue in self._catalogues.values():
-            catalogue.forget()
+            catalogue.copied = None
 
     def _weights(self) -> list[tuple[str, Any]]:
         held = self.collection.parameters(self._module)

@@ -36,10 +36,10 @@ def test_rows_begin_behind_what_stands_before_them() -> None:
 def test_rows_looked_up_again_may_be_changed_in_place_every_time() -> None:
     features, lookups = make_features(0), StepLookups()
     count = features.values().numel()
-    lookups.note(features)
+    noted = lookups.note(features)
     lookups.receive(torch.rand(count, 4), torch.arange(count), [count], asked_for=False)
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        rows = lookups.give_out(None, features).detach().clone()
+        rows = lookups.give_out(noted).detach().clone()
     for _ in range(2):
         again = lookups.made_before(features)
         assert again is not None and again.requires_grad and torch.equal(again, rows)
@@ -52,8 +52,8 @@ def test_gradients_are_not_waited_for_of_rows_submitted_in_vain() -> None:
     lookups = StepLookups(take=lambda again: came.append(lookups.all_gradients_came))
     for asked_for in (True, False):
         lookups.receive(torch.rand(count, 4), torch.arange(count), [count], asked_for=asked_for)
-    lookups.note(features)
-    lookups.give_out(None, features).sum().backward()
+    noted = lookups.note(features)
+    lookups.give_out(noted).sum().backward()
     assert came == [True]
 
 
