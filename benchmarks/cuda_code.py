@@ -28,8 +28,8 @@ CONDITIONS = {
     },
     "comm/transports/host.py": {"self._staging is not None": True, "self._staging is None": False, "ahead.copy is None": False},
     "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
-    "embeddings/lookahead/kjt_path.py": {"self._copied": False},
-    "embeddings/overlap/exchange_worker.py": {"self._stream is not None": True, "self._stream is None": False},
+    "embeddings/lookahead.py": {"self._copied": False},
+    "embeddings/overlap/transport.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
     "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},
     "fabric/strategy.py": {"self._steps is not None and self._steps.step.early_copy is not None": True},
@@ -54,6 +54,7 @@ FUNCTIONS = {
     "embeddings/id_checks.py": {"LookupChecks.in_range": "check_ids calls it with CUDA tensors"},
     "embeddings/overlap/id_exchange.py": {"IdExchange._exchange_apart": "heads travel apart on CUDA"},
     "embeddings/overlap/local_rows.py": {"TableKernel.update": "CpuKernel and AdamKernel have their own"},
+    "embeddings/overlap/transport.py": {"_record_stream": "ExchangeWorker.submit calls it where there is a CUDA stream"},
     "profiling/recording/records.py": {"CudaClock": "clock_for returns it for CUDA devices"},
     "profiling/recording/memory.py": {"_allocated": "memory_reader calls it for CUDA devices"},
     "profiling/reporting/kineto.py": {

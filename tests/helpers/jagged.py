@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_path import KJTSnapshot
+from lightning_freescale.embeddings.lookahead import KJTSnapshot
 
 KEYS = ["history", "category"]
 LABEL = torch.zeros(3)

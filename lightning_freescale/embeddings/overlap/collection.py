@@ -12,11 +12,10 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead.probe import ModeProposal
+from lightning_freescale.embeddings.lookahead import ModeProposal
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
-from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.handshake import Route
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, ProxyRoute
@@ -25,7 +24,7 @@ from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
-from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, LaunchOrder, Transport
+from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, ExchangeWorker, LaunchOrder, Transport
 
 
 class OverlappedCollection:

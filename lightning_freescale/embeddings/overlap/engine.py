@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead.probe import ModeProposal
+from lightning_freescale.embeddings.lookahead import ModeProposal
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection

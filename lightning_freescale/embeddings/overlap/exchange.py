@@ -47,12 +47,11 @@ from typing import Any
 import numpy as np
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.kjt_path import KJTSnapshot
-from lightning_freescale.embeddings.lookahead.probe import ModeProposal
+from lightning_freescale.embeddings.lookahead import KJTSnapshot, ModeProposal
 from lightning_freescale.embeddings.overlap.batch_state import Batch, StepLookups
-from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.id_exchange import KnownIds, NextIds
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
+from lightning_freescale.embeddings.overlap.transport import ExchangeWorker
 
 
 class ExchangeStep:

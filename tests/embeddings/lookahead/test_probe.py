@@ -11,8 +11,9 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead.probe import IdsFunction, LookaheadMode, Probe
+from lightning_freescale.embeddings.lookahead import LookaheadMode, Probe
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+from lightning_freescale.training.lookahead import IdsFunction
 from tests.helpers.jagged import LABEL, make_features, same_features
 
 LOST = make_features(9)

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import CpuKernel, TableKernel
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import ExchangeWorker, Transport
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from lightning_freescale.testing import run_distributed
 from tests.helpers.jagged import copy_of

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import id_exchange
-from lightning_freescale.embeddings.overlap.exchange_worker import ExchangeWorker
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.transport import LaunchOrder, refuse_one_queue
+from lightning_freescale.embeddings.overlap.transport import ExchangeWorker, LaunchOrder, refuse_one_queue
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
 from tests.helpers.sequences import OPTIMIZERS, PATHS, batches, train_overlapped
