@@ -26,7 +26,7 @@ from lightning_freescale._lightning.stages import stages_on
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
 from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
-from lightning_freescale.profiling.hanging.watch import HangWatch
+from lightning_freescale.profiling.hang_watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline

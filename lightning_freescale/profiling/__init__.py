@@ -11,7 +11,7 @@ Time takes four forms on its way from the code that spends it to the page:
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, attribute, bubble
 from lightning_freescale.profiling.analysis.imbalance import PlannedStep
-from lightning_freescale.profiling.hanging.watch import HangWatch
+from lightning_freescale.profiling.hang_watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.ddp_exchanges import ddp_waits_on

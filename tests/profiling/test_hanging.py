@@ -22,10 +22,9 @@ import torch.distributed as dist
 
 from lightning_freescale._worker import WorkerThread, start_daemon
 from lightning_freescale.profiling import HangWatch, Timeline
-from lightning_freescale.profiling.hanging import watch as module
-from lightning_freescale.profiling.hanging.standing import StandingSeen, why_silent
-from lightning_freescale.profiling.hanging.table import hang_document, hang_text, in_words, ranks_in_words
-from lightning_freescale.profiling.hanging.wake_up import WakeUp
+from lightning_freescale.profiling import hang_watch as module
+from lightning_freescale.profiling.hang_report import RankObserver, hang_document, hang_text, in_words, ranks_in_words
+from lightning_freescale.profiling.hang_watch import WakeUp, why_silent
 from lightning_freescale.testing import RankFailed, run_distributed
 
 
@@ -37,7 +36,7 @@ def timeline() -> Timeline:
 
 
 def _stands(timeline: Timeline) -> dict[str, Any]:
-    return json.loads(json.dumps(StandingSeen(timeline, 3).as_document()))  # as it travels
+    return json.loads(json.dumps(RankObserver(timeline, 3).standing()))  # as it travels
 
 
 def test_stages_and_exchanges(timeline: Timeline) -> None:
@@ -115,11 +114,11 @@ def test_stamps_of_a_device_are_not_asked_for_their_time(timeline: Timeline) -> 
     """They tell no time yet, as events of a device that is behind."""
     timeline.clock = type("DeviceClock", (), {"stamp": object})()
     timeline.open_step()
-    seen = StandingSeen(timeline, 0)
+    seen = RankObserver(timeline, 0)
     with timeline.collective("all_reduce", "world"):
         seen.look()
         time.sleep(0.02)
-        assert 0.02 <= seen.as_document()["since_s"] < 10
+        assert 0.02 <= seen.standing()["since_s"] < 10
 
 
 def test_why_a_process_is_silent() -> None:
