@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
@@ -28,7 +28,6 @@ from lightning_freescale._version import __version__  # a checkout on the path h
 Document = dict[str, Any]
 FORMAT = "lightning_freescale.bubble_report"
 VERSION = 1
-_WIDTH = 128
 
 
 def _installed() -> dict[str, str]:
@@ -159,7 +158,7 @@ def write(document: Mapping[str, Any], path: str | Path) -> Path:
         OSError: the file cannot be written.
         ValueError: a figure is not finite.
     """
-    return write_atomically(path, [_readable(document), "\n"])
+    return write_atomically(path, _lines(document))
 
 
 def check(document: Any) -> None:
@@ -228,44 +227,33 @@ def _shape(rows: list[Any]) -> tuple[int, ...] | str:
         return "of rows that differ in length"
 
 
-def _readable(value: Any, indent: str = "") -> str:
-    """JSON in which a line holds what fits into it, or a list of plain values; all else is indented.
-
-    ``json.dumps(indent=...)`` would give every number of the series a line of its own.
-    """
-    children = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    nested = isinstance(value, dict) or any(isinstance(child, (dict, list)) for child in children)
-    if not children or not nested:
-        return _line(value)
-    deeper = indent + " "
-    if isinstance(value, list) and (rows := _rows_in_lines(value, deeper)) is not None:
-        shown = rows
-    else:
-        names = [f"{_line(name)}: " for name in value] if isinstance(value, dict) else [""] * len(children)
-        shown = [name + _readable(child, deeper) for name, child in zip(names, children)]
-    first, last = "{}" if isinstance(value, dict) else "[]"
-    # what does not fit one place further in does not fit with brackets around it either
-    if len(indent) + sum(map(len, shown)) + 2 * len(shown) <= _WIDTH and not any("\n" in each for each in shown):
-        return f"{first}{', '.join(shown)}{last}"
-    return f"{first}\n{deeper}" + f",\n{deeper}".join(shown) + f"\n{indent}{last}"
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each field, and for each step of the series: ``json.dumps(indent=...)`` gives every number a line."""
+    separator = "{\n "
+    for name, value in document.items():
+        yield separator + f"{_line(name)}: "
+        yield from _series(value) if name == "series" and isinstance(value, dict) else (_line(value),)
+        separator = ",\n "
+    yield "\n}\n"
 
 
-def _rows_in_lines(value: list[Any], indent: str) -> list[str] | None:
-    """The items of a list of lists of rows of numbers, in one go: a long run has half a million rows. None if it is none."""
-    if not all(type(rows) is list and rows and all(type(row) is list and row for row in rows) for rows in value):
-        return None
-    line = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace(",", ", ")  # json takes ten times as long
-    lists = 1 + len(value) + sum(map(len, value))
-    if line.count("[") != lists or any(mark in line for mark in '"{tfn'):  # deeper ones, text, or no numbers
-        return None
-    items = line[3:-3].split("]], [[")
-    inner = f"],\n{indent} ["
-    return [
-        f"[[{item}]]"
-        if len(indent) + len(item) + 4 <= _WIDTH
-        else f"[\n{indent} [" + item.replace("], [", inner) + f"]\n{indent}]"
-        for item in items
-    ]
+def _series(series: Mapping[str, Any]) -> Iterator[str]:
+    separator = "{\n  "
+    for name, steps in series.items():
+        yield separator + f"{_line(name)}: "
+        if steps and isinstance(steps[0], list):
+            yield "[" + ",\n   ".join(_numbers(step) for step in steps) + "]"
+        else:
+            yield _line(steps)
+        separator = ",\n  "
+    yield "}"
+
+
+def _numbers(rows: list[Any]) -> str:
+    text = orjson.dumps(rows).decode()  # a long run has half a million rows, for which json takes ten times as long
+    if "null" in text:  # which orjson writes for what is not finite
+        raise ValueError("series holds a number that is not JSON compliant")
+    return text
 
 
 def _line(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    above, between = (_incomplete, _verdict, _why, _next, _also, _title), (_columns, _bubble, _compute, _device, _padding)
+    verdict = (partial(_verdict, name=name) for name in ("verdict", "why", "next", "also"))
+    above, between = (_incomplete, *verdict, _title), (_columns, _bubble, _compute, _device, _padding)
     below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
     lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
     return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
@@ -43,25 +45,9 @@ def _incomplete(document: Mapping[str, Any]) -> str | None:
     return f"INCOMPLETE: {status['reason'] or 'the run did not come to its end'}{lost}"
 
 
-def _verdict(document: Mapping[str, Any]) -> str | None:
-    return _told(document, "verdict")
-
-
-def _why(document: Mapping[str, Any]) -> str | None:
-    return _told(document, "why")
-
-
-def _next(document: Mapping[str, Any]) -> str | None:
-    return _told(document, "next")
-
-
-def _also(document: Mapping[str, Any]) -> str | None:
-    return _told(document, "also")
-
-
-def _told(document: Mapping[str, Any], name: str) -> str | None:
-    told = document.get("verdict", {}).get(name)  # reports of earlier versions lack some
-    return f"{name.capitalize() + ':':9}{told}" if told else None
+def _verdict(document: Mapping[str, Any], name: str) -> str | None:
+    found = document.get("verdict", {}).get(name)  # reports of earlier versions lack some
+    return f"{name.capitalize() + ':':9}{found}" if found else None
 
 
 def _title(document: Mapping[str, Any]) -> str:
