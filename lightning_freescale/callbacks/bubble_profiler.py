@@ -174,7 +174,11 @@ class BubbleProfiler(Callback):
             log_report(trainer.loggers, report, self.files, trainer.global_step)
 
     def _stop_profiling(self, report: BubbleReport | None) -> None:
-        profiler, self._profiler, self._group = self._profiler, None, None  # a group listens as long as anybody knows it
+        profiler, self._profiler, self._group = (
+            self._profiler,
+            None,
+            None,
+        )  # a group listens as long as there is a reference to it
         watch, self._watch = self._watch, None
         self._timeline.disable()
         self._observing.close()

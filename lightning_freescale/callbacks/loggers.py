@@ -26,7 +26,7 @@ _COLORS = {
     "unexplained": "#d6d4cf",
 }
 _ROWS = 32
-"""Ranks in the picture, those with the largest bubbles; more bars cannot be told apart."""
+"""Ranks in the picture, those with the largest bubbles; more bars cannot be distinguished."""
 _PAGE, _VERDICT = "freescale/bubble/report", "freescale/bubble/verdict"
 
 
@@ -60,7 +60,7 @@ def _log_to_wandb(logger: Any, report: BubbleReport, files: Mapping[str, Path], 
     import wandb
 
     run = logger.experiment
-    if "page" in files:  # else the disk was full, which has been told
+    if "page" in files:  # else the disk was full, and a warning has said so
         # as it is: it brings its styles, and its security policy forbids those that wandb would add
         run.log({_PAGE: wandb.Html(str(files["page"]), inject=False)})
     artifact = wandb.Artifact(f"bubbles-{run.id}", type="bubble-report", metadata={"verdict": _verdict(report)})

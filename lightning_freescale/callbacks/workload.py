@@ -67,7 +67,7 @@ def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
     """By our strategy, or by users who wrapped their modules themselves."""
     if getattr(trainer.strategy, "tables", None) is not None:
         return True
-    torchrec = sys.modules.get("torchrec.distributed.types")  # what nobody has imported shards nothing
+    torchrec = sys.modules.get("torchrec.distributed.types")  # a module that is not imported shards nothing
     return torchrec is not None and any(isinstance(each, torchrec.ShardedModule) for each in module.modules())
 
 
@@ -202,7 +202,7 @@ def _drawn(loader: Any, index: int) -> int | None:
 
 
 def samples_in(batch: Any, most: int | None = None) -> int:
-    """Return the number of samples of a batch; 0 if it cannot be told.
+    """Return the number of samples of a batch; 0 if it is unknown.
 
     That is the common first dimension of all of its tensors, jagged ones counted by their samples, wherever they stand in
     lists, dicts and dataclasses. If ``most``, the loader's batch size, is known, a list of as many things is one of samples.

@@ -1,7 +1,7 @@
 """``freescale simulate``: what each technique would bring on more ranks than there are, from lengths, a cost and a network.
 
-What a mean step computes is told by ``--compute-ms``, or measured by a profiled run, ``--report``. Of everything else there is
-an assumption with a range, which an option replaces: by a number, or by LOW:NUMBER:HIGH.
+``--compute-ms`` gives the compute of a mean step, or ``--report`` a profiled run that measured it. Everything else is an
+assumption with a range, which an option replaces: by a number, or by LOW:NUMBER:HIGH.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    figure = None if options.plot is None else new_figure(9.5, 4.6)  # a missing matplotlib is told before the work
+    figure = None if options.plot is None else new_figure(9.5, 4.6)  # raises before the work if matplotlib is missing
     lengths = read_lengths(options.lengths, options.column)
     load, network, variants = _load(options, lengths), _network(options), _variants(options)
     known = {**quantities(load), **quantities(network)}
@@ -73,11 +73,11 @@ def _simulate(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> TrainingLoad:
     others: dict[str, Any] = {"row_bytes": options.row_bytes, "catalogue": _catalogue(options, float(lengths.mean()))}
     for option, (field, unit, factor) in _OF_LOAD.items():
-        if (told := getattr(options, option)) is not None:
-            others[field] = _told(told, option, unit, factor)
+        if (given := getattr(options, option)) is not None:
+            others[field] = _quantity(given, option, unit, factor)
     if options.report is not None:
         return _measured_load(options, others)
-    compute, attention = _told(options.compute_ms, "compute_ms", "s", 1e-3), _told(options.attention, "attention")
+    compute, attention = _quantity(options.compute_ms, "compute_ms", "s", 1e-3), _quantity(options.attention, "attention")
     return TrainingLoad.from_compute(options.batch_size, lengths, compute, attention, **others)
 
 
@@ -102,7 +102,7 @@ def _measured_load(options: argparse.Namespace, others: dict[str, Any]) -> Train
 def _catalogue(options: argparse.Namespace, mean_length: float) -> Catalogue:
     known = Catalogue(options.rows)
     if options.exponent is not None:
-        known = Catalogue(options.rows, _told(options.exponent, "exponent"))
+        known = Catalogue(options.rows, _quantity(options.exponent, "exponent"))
     if options.collision_rate is None:
         return known
     rate, ranks = options.collision_rate
@@ -114,7 +114,7 @@ def _network(options: argparse.Namespace) -> Network:
     return Network() if options.network is None else Network.read(options.network)
 
 
-def _told(numbers: tuple[float, float, float], option: str, unit: str = "", factor: float = 1.0) -> Quantity:
+def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", factor: float = 1.0) -> Quantity:
     low, value, high = (factor * number for number in numbers)
     return Quantity(value, "assumed", low, high, unit, f"--{option.replace('_', '-')}")
 

@@ -88,7 +88,7 @@ class Alignment:
         return _like(seconds, 0 * margin if self._leads else margin)
 
     def figures(self) -> Mapping[str, float]:
-        """Return figures of this rank's clock for the report; rank 0 asks nobody.
+        """Return figures of this rank's clock for the report; rank 0 has none of its own.
 
         ``round_trip_s`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
         that are not (all those of unused measurements among them), ``drift`` is what rank 0's clock gains per second, 0 as
@@ -210,7 +210,7 @@ class Measurement:
 
 
 def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -> Measurement | None:
-    """Ask rank 0 for the time; return None on rank 0, which answers. Collective: nobody leaves before all have measured.
+    """Ask rank 0 for the time; return None on rank 0, which answers. Collective: no rank leaves before all have measured.
 
     On the gloo group of all ranks nothing else is under way; the clock tells seconds. Every rank asks ``rounds`` questions,
     with many ranks fewer (640 in all, but 8 of each).
@@ -230,7 +230,7 @@ def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -
         for row in stamps:
             row[0], row[3] = line.round_trip(clock)
             row[1:3] = line.received
-        line.round_trip(clock)  # answered when all have measured: whoever computed would disturb the others
+        line.round_trip(clock)  # answered when all have measured: a rank that computed would disturb the others
     return Measurement.from_stamps(stamps)
 
 

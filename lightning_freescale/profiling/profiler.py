@@ -28,7 +28,7 @@ from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import Advise
 
 _LAG = 2
-"""The newest steps wait for the next exchange: they may still be running on a device, which nobody should wait for."""
+"""The newest steps wait for the next exchange: they may still run on a device, and nothing should wait for it."""
 _MAX_TRACED = 3200
 """Steps times ranks of a trace, which make some 20 MB."""
 _PATIENCE = 2.0
@@ -69,12 +69,12 @@ class ProfilerOptions:
 
 
 class StepProfiler:
-    """One run on one rank. Steps are stamped by whoever trains; ``docs/profiler.md`` shows a plain loop.
+    """One run on one rank. The training loop stamps the steps; ``docs/profiler.md`` shows a plain loop.
 
     Args:
         timeline: that the run is recorded on, enabled.
         device: of the run.
-        group: a gloo group of all ranks for nobody else, or None if there is one rank; every collective here is on it.
+        group: a gloo group of all ranks that serves nothing else, or None if there is one rank; every collective here is on it.
         options: how often and how much.
         run: what is run.
         dirpath: where rank 0 writes its files, and every rank its window of torch.profiler.

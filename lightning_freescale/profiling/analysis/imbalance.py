@@ -20,7 +20,7 @@ class PlannedStep:
         unbalanced: of compute, had the samples stayed as drawn.
         balanced: of compute, as they were assigned; None if they did stay as drawn.
         lower_bound: what no assignment can beat.
-        tokens_unbalanced, tokens_balanced: the same of tokens; None if nobody knows them.
+        tokens_unbalanced, tokens_balanced: the same of tokens; None if unknown.
         tokens_fullest: tokens of the rank that has most / what it may hold; None if there is no limit.
         fitted: the costs, or what a rank's step takes besides its samples, were fitted to measured times; else the costs are as
             they were given, and nothing is beside them.

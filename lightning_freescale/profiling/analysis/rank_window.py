@@ -26,7 +26,7 @@ from lightning_freescale.profiling.recording.records import Interval, ResolvedCo
 class ExchangeSums:
     """Of all exchanges of one name on one rank: seconds, bytes, and how often this rank came last.
 
-    ``unknown`` counts those whose bytes nobody knows.
+    ``unknown`` counts those whose bytes are unknown.
     """
 
     count: int = 0
@@ -50,7 +50,7 @@ class RankWindow:
 
     ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` and ``predicted``
     (see :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section;
-    ``memory`` is what the rank held when the window was exchanged, None if nobody read it.
+    ``memory`` is what the rank held when the window was exchanged, None if it was not read.
     """
 
     steps: list[int]
@@ -64,19 +64,21 @@ class RankWindow:
     memory: MemoryReading | None = None
 
     def as_lists(self) -> dict[str, Any]:
-        """Return it as a rank tells rank 0."""
+        """Return the window as a rank sends it to rank 0."""
         segments = [(each.start, each.end, each.keys, each.seconds.tolist()) for each in self.segments]
         exchanges = {name: vars(sums) for name, sums in self.exchanges.items()}
         return {**vars(self), "breakdown": self.breakdown.tolist(), "segments": segments, "exchanges": exchanges}
 
     @classmethod
-    def from_lists(cls, told: Mapping[str, Any]) -> RankWindow:
-        """Return what a rank has told by :meth:`as_lists`."""
-        segments = [RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in told["segments"]]
-        exchanges = {name: ExchangeSums(**sums) for name, sums in told["exchanges"].items()}
-        memory = None if told["memory"] is None else MemoryReading(*told["memory"])
+    def from_lists(cls, values: Mapping[str, Any]) -> RankWindow:
+        """Return the window that a rank sent by :meth:`as_lists`."""
+        segments = [
+            RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in values["segments"]
+        ]
+        exchanges = {name: ExchangeSums(**sums) for name, sums in values["exchanges"].items()}
+        memory = None if values["memory"] is None else MemoryReading(*values["memory"])
         rest = {"segments": segments, "exchanges": exchanges, "memory": memory}
-        return cls(**{**told, "breakdown": np.array(told["breakdown"]), **rest})
+        return cls(**{**values, "breakdown": np.array(values["breakdown"]), **rest})
 
 
 def window_of(

@@ -282,17 +282,17 @@ class Replay:
     its limit. Clocks are sums, maxima and minima of durations, so none is later when durations shrink, and speed-ups are at
     least 1. Except where compute is evened out, which lengthens that of some ranks: it cannot hurt ranks that are alike in all
     else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
-    then: nobody has to do it.
+    then, because it is optional.
 
     With ``prefetched`` batches, which loader workers make beside compute, a wait for data ends when the batch is there, however
     early the rank asks: time saved elsewhere is waited for data then. Without, the rank makes its batches, which takes as long
-    as it took. How fast workers could be that nobody waited for is not known.
+    as it took. How fast workers could be that no rank waited for is unknown.
 
     An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
 
     Args:
         steps: consecutive steps, for each one :class:`RankSegments` per rank.
-        prefetched: how many batches loader workers make ahead; 0 without workers, or if nobody knows.
+        prefetched: how many batches loader workers make ahead; 0 without workers, or if unknown.
 
     Attributes:
         error: how far the unaltered replay is from the measured wall times of the steps: mean distance / mean wall time.

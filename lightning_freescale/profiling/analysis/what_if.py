@@ -25,7 +25,7 @@ class Contention:
     """What exchanges under way do to compute.
 
     Attributes:
-        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if that cannot be told.
+        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if that is unknown.
         error: its standard error; infinite without an estimate.
         reason: why it is 0.
     """

@@ -30,7 +30,7 @@ _REPLAYED, _REPLAYED_OF_RANKS = 500, 50_000
 _ENOUGH = 0.1
 """Share of these steps whose waits must be divided for them to speak for the others."""
 _PREFETCHED = 2
-"""Batches that torch's loaders ask every worker for ahead, unless told otherwise."""
+"""Batches that torch's loaders ask every worker for ahead, by default."""
 _INTERIM = 10_000
 """Steps times ranks of an interim report, which is written in the time of a step or two."""
 
@@ -60,11 +60,11 @@ class History:
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank, and what their plans say; nothing is known of them if not given."""
-        told = [None] * len(windows[0].steps) if plans is None else plans
+        known = [None] * len(windows[0].steps) if plans is None else plans
         breakdown = np.stack([window.breakdown for window in windows], axis=1)
         lists = ((window.samples, window.features, window.predicted, window.segments) for window in windows)
         samples, features, predicted, segments = zip(*lists)
-        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features), zip(*predicted), told))
+        self._steps.extend(zip(windows[0].steps, breakdown, zip(*samples), zip(*features), zip(*predicted), known))
         self._segments.extend(zip(*segments))
         self._sums.append((len(breakdown), [window.exchanges for window in windows], [window.host for window in windows]))
         self._memory.append((windows[0].steps[-1], [window.memory for window in windows]))

@@ -53,8 +53,8 @@ class RankExchange:
     """Brings the steps of all ranks together, and divides their waits where the last rank arrived.
 
     Every rank works on its own steps and only needs to know when the last rank arrived; rank 0 gets what came of it. Where the
-    ranks' clocks agree too badly to compare arrivals, waits stay undivided. ``group`` is of all ranks, for nobody else; None if
-    there is one rank.
+    ranks' clocks agree too badly to compare arrivals, waits stay undivided. ``group`` is of all ranks and serves nothing else;
+    None if there is one rank.
 
     Attributes:
         alignment: from this rank's clock to rank 0's.
@@ -118,7 +118,7 @@ class RankExchange:
     def own_window(
         self, steps: Sequence[ResolvedStep], features: Sequence[Any], predicted: Sequence[float | None], reason: str
     ) -> RankWindow:
-        """Return this rank's steps as it sees them alone: nobody says when the others arrived, so waits are not divided."""
+        """Return this rank's steps as it sees them alone: the others' arrivals are unknown, so waits are not divided."""
         self._reason = reason
         self._undivided += len(steps)
         own = [[collective.arrive for collective in step.collectives] for step in steps]
@@ -128,7 +128,7 @@ class RankExchange:
         """Return how waits were divided so far."""
         if self.group is None:
             return WaitAttribution(True, 0.0)
-        # rank 0 asks nobody for the time: the worst of the others
+        # rank 0 does not ask for the time: the worst of the others
         names = self._clocks[0] if self._clocks else ()
         clock = {name: max((one[name] for one in self._clocks), key=abs) for name in names} or None
         if not self._undivided:
@@ -185,7 +185,7 @@ class StepBuffer:
         """Return steps in between in the same way, but leave what other steps need."""
         self._background += self._timeline.pop_background()
         steps = resolve(records, self._clock, to_rank_zero, self._background)
-        if self._timeline.on_step is not None:  # somebody else resolves the same stamps later
+        if self._timeline.on_step is not None:  # other code resolves the same stamps later
             return steps
         for record in records:  # the step before the first ends with its start, and may have to be resolved yet
             self._clock.release([stamp for stamp in stamps_of(record) if stamp is not records[0].start])
@@ -240,8 +240,8 @@ class KinetoSteps:
         """Return, on rank 0, all ranks' records of every traced step, all ranks' events, how idle devices were. Collective."""
         seen = self._window if self._records else None
         events_here, shares_here = ([], None) if seen is None else (seen.events(to_rank_zero), seen.breakdown())
-        told = [step.as_list() for step in (*self._steps, *others)]
-        everyone = gather_to_rank_zero((told, events_here, shares_here and vars(shares_here)), group)
+        mine = [step.as_list() for step in (*self._steps, *others)]
+        everyone = gather_to_rank_zero((mine, events_here, shares_here and vars(shares_here)), group)
         if everyone is None:
             return [], [], None
         steps, events, shares = zip(*everyone)

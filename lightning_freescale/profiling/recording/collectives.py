@@ -50,9 +50,8 @@ def collectives_on(timeline: Timeline, ignored_groups: Collection[dist.ProcessGr
 
     Seen are collectives, messages from one rank to another, what a coalescing manager runs as one, and torch's functional
     collectives, which DTensor calls. Calls by other Python threads are exchanges in the background. Not seen are those in
-    compiled code, asynchronous ones whose Work nobody waits for with ``wait`` or ``synchronize`` (of asynchronous
-    ``*_coalesced`` functions, which return futures, none), and whoever took the functions out of ``torch.distributed`` by name
-    before.
+    compiled code, asynchronous ones whose Work is not waited for with ``wait`` or ``synchronize`` (none of asynchronous
+    ``*_coalesced`` functions, which return futures), and calls by code that imported the functions by name before.
 
     Args:
         timeline: records them while a step is open.

@@ -79,16 +79,16 @@ class _Buckets:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        told = model._get_ddp_logging_data()
-        self.in_order = bool(told.get("has_rebuilt_buckets"))
-        sizes = _numbers(told["rebuilt_bucket_sizes" if self.in_order else "bucket_sizes"], ",")
+        data = model._get_ddp_logging_data()
+        self.in_order = bool(data.get("has_rebuilt_buckets"))
+        sizes = _numbers(data["rebuilt_bucket_sizes" if self.in_order else "bucket_sizes"], ",")
         ranks = model.process_group.size()
         self.moved_last = over_link("all_reduce", sizes[-1], ranks)
         self.moved_before_last = over_link("all_reduce", sum(sizes[:-1]), ranks)
         self._first: list[Tensor] = []
         if self.in_order and len(sizes) > 1:
             parameters, _ = model._build_params_for_reducer()
-            first = _numbers(told["rebuilt_per_bucket_param_indices"].split(",")[0], " ")
+            first = _numbers(data["rebuilt_per_bucket_param_indices"].split(",")[0], " ")
             self._first = [parameters[index] for index in first]
 
     @contextmanager
@@ -121,5 +121,5 @@ def _buckets_of(model: DistributedDataParallel) -> _Buckets:
     return buckets
 
 
-def _numbers(told: str, separator: str) -> list[int]:
-    return [int(number) for number in told.split(separator) if number.strip()]
+def _numbers(text: str, separator: str) -> list[int]:
+    return [int(number) for number in text.split(separator) if number.strip()]

@@ -49,7 +49,7 @@ def memory_reader(device: torch.device) -> Callable[[], MemoryReading] | None:
 
 
 def _allocated(device: torch.device) -> MemoryReading:
-    """Of torch's allocator on the device: counters on the host, for which nobody waits."""
+    """Read counters of torch's allocator, which are on the host, so nothing waits for the device."""
     current, peak, reserved = (
         of(device) for of in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.memory_reserved)
     )
@@ -74,7 +74,7 @@ def _status() -> dict[str, int]:
 
 Floats = NDArray[np.float64]
 _LEAST = 10
-"""Windows after the first from which on a trend can be told from chance."""
+"""Windows after the first from which on a trend can be distinguished from chance."""
 _POINTS = 64
 """Windows are put together until there are no more: the slopes of all pairs are looked at."""
 _CHANCE = 3.3

@@ -1,4 +1,4 @@
-"""What is common to all exchanges that are seen from outside: whether to record one, how much it moves, and the wait for it."""
+"""The parts that all observed exchanges share: whether to record one, how much it moves, and the wait for it."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ class ObservedWork(dist.Work):
                     waits.callback(self._came_along, collective)
                 waits.enter_context(self._timeline.waiting(self._collectives[0]))
             yield
-        told, self._when_waited = self._when_waited, None
-        if told is not None and self._timeline.recording:
-            told()
+        when_waited, self._when_waited = self._when_waited, None
+        if when_waited is not None and self._timeline.recording:
+            when_waited()
 
     def _came_along(self, collective: Collective) -> None:
         with self._timeline.waiting(collective):

@@ -29,7 +29,7 @@ _PEER = {"isend": "dst", "send": "dst", "send_object_list": "dst", "irecv": "src
 def messages_on(timeline: Timeline, ignored_groups: Collection[dist.ProcessGroup] = ()) -> Generator[None, None, None]:
     """Have torch's functions that send and receive stamp ``timeline`` meanwhile, as the exchanges ``send`` and ``recv``.
 
-    The n-th message of a step from one rank to another, of a group and a tag, is one exchange of both: whoever waits for it
+    The n-th message of a step from one rank to another, of a group and a tag, is one exchange of both: a rank that waits for it
     before the other has called its function waits for a straggler.
     """
     own = {name: getattr(dist, name) for name in (*_PEER, "batch_isend_irecv")}
@@ -104,8 +104,8 @@ def _stamped(function: Callable[..., Any], timeline: Timeline, ignored: Collecti
         work = function(*args, **kwargs)
         if work is None:
             return None
-        told = (lambda: tell_sender(_global_rank(None, work._source_rank(), group))) if from_any else None
-        return ObservedWork(work, timeline, message, when_waited=told)
+        when_waited = (lambda: tell_sender(_global_rank(None, work._source_rank(), group))) if from_any else None
+        return ObservedWork(work, timeline, message, when_waited=when_waited)
 
     return call
 

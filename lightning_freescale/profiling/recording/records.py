@@ -24,7 +24,7 @@ class HostClock:
         return stamp
 
     def release(self, stamps: Iterable[float]) -> None:
-        """Take back stamps that nobody will ask about again: numbers need none of it."""
+        """Take back stamps that are not needed any more; numbers need not be taken back."""
 
     def tie(self) -> None:
         """Compare the device's clock with the host's: they are one."""
@@ -192,7 +192,7 @@ class ResolvedCollective(NamedTuple):
 class ResolvedStep:
     """A step of one rank in seconds on rank 0's clock; its spans may overlap.
 
-    ``hidden`` holds the exchanges of other threads while the step ran; nobody waits for them, so ``start`` and ``end`` are
+    ``hidden`` holds the exchanges of other threads while the step ran; no rank waits for them, so ``start`` and ``end`` are
     ``arrive``.
     """
 
@@ -205,13 +205,13 @@ class ResolvedStep:
     hidden: tuple[ResolvedCollective, ...] = ()
 
     def as_list(self) -> list[Any]:
-        """Return it as a rank tells rank 0."""
+        """Return the step as a rank sends it to rank 0."""
         return [self.start, self.end, self.index, self.samples, self.spans, self.collectives, self.hidden]
 
     @classmethod
-    def from_list(cls, told: Sequence[Any]) -> ResolvedStep:
-        """Return what a rank has told by :meth:`as_list`."""
-        start, end, index, samples, spans, *exchanges = told
+    def from_list(cls, values: Sequence[Any]) -> ResolvedStep:
+        """Return the step that a rank sent by :meth:`as_list`."""
+        start, end, index, samples, spans, *exchanges = values
         collectives, hidden = (tuple(ResolvedCollective(*one) for one in each) for each in exchanges)
         return cls(start, end, index, samples, tuple(Interval(*one) for one in spans), collectives, hidden)
 
@@ -240,7 +240,7 @@ def resolve(
 
 
 def stamps_of(record: StepRecord) -> Iterator[Any]:
-    """Yield the stamps of a step that nobody needs once it is resolved, its start last; its end is the start of the next."""
+    """Yield the stamps of a step that are not needed once it is resolved, its start last; its end is the start of the next."""
     for span in record.spans:
         yield from (stamp for stamp in (span.start, span.end) if stamp is not None)
     for collective in record.collectives:

@@ -17,14 +17,14 @@ Batch = TypeVar("Batch")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MEASURED_SPANS = 300
 _REMEMBERED = 20
-"""Steps whose ends are kept, for who watches the run."""
+"""Steps whose ends are kept, for the hang watch."""
 
 
 class Timeline:
     """Records spans and collectives of the step in progress; does nothing until a step is opened.
 
     Attributes:
-        clock: takes the stamps; None if nobody wants the records.
+        clock: takes the stamps; None if no records are wanted.
         driven: whether a profiler opens and closes the steps.
         on_step: called with every step that is closed.
         background: exchanges that other threads have been seen in, the latest ones.
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def enabled(self) -> bool:
-        """Whether somebody wants the records."""
+        """Whether records are wanted."""
         return self.clock is not None
 
     @property
@@ -128,7 +128,7 @@ class Timeline:
         return self._step, dict(self._counts)
 
     def stamp(self) -> Any:
-        """Stamp this moment; None if nobody wants the records."""
+        """Stamp this moment; None if no records are wanted."""
         if self.clock is None:
             return None
         self.stamps += 1
@@ -148,7 +148,7 @@ class Timeline:
     # -- collectives
 
     def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
-        """Record that this rank has done its part of a collective; None if nobody wants to know."""
+        """Record that this rank has done its part of a collective; None if no step is open."""
         if self._step is None:
             return None
         key = self.key_in(group or name)

@@ -40,10 +40,10 @@ class RunInfo:
     """What ran.
 
     ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages; ``assignment`` is
-    how samples were assigned to the ranks, None if nobody knows; ``overlap`` is whether rows are exchanged while the model
+    how samples were assigned to the ranks, None if unknown; ``overlap`` is whether rows are exchanged while the model
     computes, ``"on"``, ``"off"`` or, where it was asked for in vain, ``"impossible"``; None without sharded tables;
-    ``num_workers`` are the loader's on a rank, None if nobody knows; ``sharded_tables`` is whether TorchRec shards tables, None
-    if nobody knows.
+    ``num_workers`` are the loader's on a rank, None if unknown; ``sharded_tables`` is whether TorchRec shards tables, None
+    if unknown.
     """
 
     label: str

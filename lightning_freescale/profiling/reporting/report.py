@@ -68,7 +68,7 @@ class BubbleReport:
         predicted: how long that should take, in any unit that the ranks share in a step, shape ``[steps, ranks]``; None if
             unknown.
         balance: what the plans of the steps say; None if there were none.
-        memory: what every rank held at the end of every window; None if nobody knows.
+        memory: what every rank held at the end of every window; None if that is unknown.
         advise: knows how the run was set up, for the advice of the verdict; None for that for any loop.
 
     Raises:

@@ -16,18 +16,20 @@ _WIDTH = 120
 _ALL_RANKS = 8
 """With more ranks the table has the extremes only."""
 _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained", "hidden")
+_Sentence = Callable[[Mapping[str, Any]], "str | None"]
 
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    verdict = (partial(_verdict, name=name) for name in ("verdict", "why", "next", "also"))
-    above, between = (_incomplete, *verdict, _title), (_columns, _bubble, _compute, _device, _padding)
+    verdict: list[_Sentence] = [partial(_verdict, name) for name in ("verdict", "why", "next", "also")]
+    above: list[_Sentence] = [_incomplete, *verdict, _title]
+    between = (_columns, _bubble, _compute, _device, _padding)
     below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
     lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
     return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
 
 
-def _wrapped(document: Mapping[str, Any], sentences: Iterable[Callable[[Mapping[str, Any]], str | None]]) -> Iterator[str]:
+def _wrapped(document: Mapping[str, Any], sentences: Iterable[_Sentence]) -> Iterator[str]:
     for sentence in sentences:
         yield from textwrap.wrap(sentence(document) or "", _WIDTH, subsequent_indent="  ")
 
@@ -45,7 +47,7 @@ def _incomplete(document: Mapping[str, Any]) -> str | None:
     return f"INCOMPLETE: {status['reason'] or 'the run did not come to its end'}{lost}"
 
 
-def _verdict(document: Mapping[str, Any], name: str) -> str | None:
+def _verdict(name: str, document: Mapping[str, Any]) -> str | None:
     found = document.get("verdict", {}).get(name)  # reports of earlier versions lack some
     return f"{name.capitalize() + ':':9}{found}" if found else None
 

@@ -41,7 +41,7 @@ def write_trace(
     """Write one process per rank, all on rank 0's clock, in microseconds from the first step.
 
     A rank's threads hold its steps, its stages without the waits inside them, its waits divided where the last rank arrived,
-    and exchanges in the background: of other threads, or under way well before anybody waited for them. An arrow leads
+    and exchanges in the background: of other threads, or under way well before a rank waited for them. An arrow leads
     from what the late rank did before it arrived to each wait for it of more than 50 microseconds.
 
     Args:
@@ -49,7 +49,7 @@ def write_trace(
         steps: for every step the records of all ranks.
         kineto: for every rank what :meth:`~lightning_freescale.profiling.reporting.kineto.KinetoWindow.events` gave on rank 0's
             clock; empty if there was no window. They become further threads of the rank.
-        aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, nobody knows who was late:
+        aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, it is unknown who was late:
             waits are not divided and there are no arrows. Ranks that are not aligned begin at zero each.
 
     Raises:
@@ -315,7 +315,7 @@ class Process:
     threads: dict[str, Thread] = field(default_factory=dict)
 
     def thread(self, name: str) -> Thread:
-        """Return the thread of that name; it is new if nobody asked for it before."""
+        """Return the thread of that name; it is new the first time."""
         if name not in self.threads:
             self.threads[name] = Thread(self.pid, next(self.tids))
         return self.threads[name]
