@@ -64,8 +64,6 @@ class Alignment:
         Raises:
             RuntimeError: a rank is lost or says nothing within the group's timeout.
         """
-        if rounds < 1:
-            raise ValueError(f"Alignment.measure_offset(rounds={rounds!r}): pass 1 or more")
         found = measure(group, self._clock, rounds) if group is not None and group.size() > 1 else None
         self._leads = found is None
         self._measurements.append(found or Measurement(self._clock(), offset=0, margin=0, round_trip=0, rounds=0, rejected=0))

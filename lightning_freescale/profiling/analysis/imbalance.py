@@ -160,21 +160,11 @@ def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: F
         compute: seconds of each step on each rank, shape ``[steps, ranks]``.
         expected: seconds that its samples should take on the lower median rank, same shape.
         slowness: of each rank relative to that, shape ``[ranks]``.
-
-    Raises:
-        ValueError: only one of ``expected`` and ``slowness`` is given, or shapes do not fit.
     """
-    if (expected is None) != (slowness is None):
-        raise ValueError("split_imbalance: pass both expected and slowness, or neither")
     method: Literal["cost model", "ranks"] = "cost model"
     if expected is None or slowness is None:
         method, data = "ranks", 0.0
         expected, slowness = _steps_and_ranks(compute)
-    elif expected.shape != compute.shape or slowness.shape != compute.shape[1:]:
-        raise ValueError(
-            f"split_imbalance: compute {compute.shape}, expected {expected.shape}, slowness {slowness.shape}: pass shapes "
-            "[steps, ranks], the same, and [ranks]"
-        )
     else:
         data = _excess(expected)
     explained = expected * slowness

@@ -143,14 +143,7 @@ def what_if(
             histories alone would bring is left out.
         padding: share of the computed tokens that is padding; left out if not given.
         divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
-
-    Raises:
-        ValueError: contention without ``hidden``.
     """
-    steps = len(replay.schedule.steps) + replay.left_out
-    if contention is not None and (hidden is None or hidden.shape[:1] != (steps,)):
-        given = None if hidden is None else hidden.shape
-        raise ValueError(f"what_if(contention, hidden={given}) of {steps} steps: pass hidden seconds [steps, ranks]")
     if not len(replay.schedule.steps) or not replay.compute.sum():
         return ()
     if divided:

@@ -264,8 +264,8 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def write_atomically(path: str | Path, chunks: Iterable[str]) -> Path:
-    """Write text to ``path`` so that a reader finds the old file or the whole new one; make the folder if there is none.
+def write_atomically(path: str | Path, content: Iterable[str] | bytes) -> Path:
+    """Write text or bytes to ``path`` so that a reader finds the old file or the whole new one, and make its folder.
 
     Raises:
         OSError: the file cannot be written; the old one stays, and nothing is left beside it.
@@ -274,8 +274,11 @@ def write_atomically(path: str | Path, chunks: Iterable[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(chunks)
+        if isinstance(content, bytes):
+            unfinished.write_bytes(content)
+        else:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.writelines(content)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import os
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from lightning_freescale.profiling.reporting.document import write_atomically
 
 SHORTEST = 20e-6
 """Seconds; operators on the CPU that take less are left out."""
@@ -59,19 +58,15 @@ class KinetoWindow:
     Args:
         steps: how many steps the caller leaves between start and stop.
         device: the rank's; kernels are recorded if it is a CUDA device.
-        file: where to leave what torch itself writes, whole, for other tools; its name ends in ``.json.gz``. None for nowhere.
+        file: where to leave what torch itself writes, for other tools; its name ends in ``.json.gz``. None for nowhere.
     """
 
     def __init__(self, steps: int, device: torch.device, file: Path | None = None) -> None:
-        if steps < 1:
-            raise ValueError(
-                f"torch_profiler_steps={steps}: a window of torch.profiler has at least one step; use None for no window"
-            )
         self.steps, self.file = steps, file
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
         self._ahead = 0
-        self._slices: list[dict[str, Any]] | None = None
+        self._slices: list[dict[str, Any]] = []
 
     @property
     def running(self) -> bool:
@@ -84,12 +79,12 @@ class KinetoWindow:
         Raises:
             RuntimeError: torch's profiler is in use.
         """
-        if self.running or _in_use():
+        if _in_use():
             raise RuntimeError(
                 "torch_profiler_steps needs torch's profiler, but another one is active, and torch allows one per process: "
                 f"{_ONE_PROFILER}"
             )
-        self._profile, self._slices = profile(activities=self._activities), None
+        self._profile = profile(activities=self._activities)
         self._profile.start()
         self._ahead = _unix_ahead()
 
@@ -97,12 +92,11 @@ class KinetoWindow:
         """End between two steps, on the thread that started it. It takes about a second: Kineto writes a file.
 
         Raises:
-            RuntimeError: it was not started, or another profiler ended it.
+            RuntimeError: another profiler ended it.
         """
-        if self._profile is None:
-            raise RuntimeError("the window of torch_profiler_steps is not running: call start() before stop()")
         taken = not torch.autograd._profiler_enabled()
         stopped, self._profile = self._profile, None
+        assert stopped is not None, "start() comes before"
         stopped.stop()
         if taken:
             raise RuntimeError(
@@ -126,7 +120,7 @@ class KinetoWindow:
         Args:
             to_seconds: from this host's ``time.perf_counter`` to the clock of the trace.
         """
-        found = self._stopped()
+        found = self._slices
         kept = [event for event in found if event["cat"] in _GPU or event["dur"] >= SHORTEST]
         short, beyond = len(found) - len(kept), max(0, len(kept) - LIMIT)
         if beyond:
@@ -141,24 +135,14 @@ class KinetoWindow:
 
     def breakdown(self) -> TemporalBreakdown | None:
         """Return where the GPU's time went in the window, of all of its kernels; None if none ran."""
-        return temporal_breakdown(self._stopped())
-
-    def _stopped(self) -> list[dict[str, Any]]:
-        if self._slices is None:
-            raise RuntimeError("the window of torch_profiler_steps holds nothing yet: call start() and stop() first")
-        return self._slices
+        return temporal_breakdown(self._slices)
 
 
 def _leave(written: Path, file: Path) -> None:
-    """Copy a file for others to read, whole or not at all; a warning if that fails, as training goes on."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    """Copy a file for other tools; a warning if that fails, as training goes on."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(written, unfinished)
-        os.replace(unfinished, file)
+        write_atomically(file, written.read_bytes())
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         warnings.warn(f"the profiler could not write {file}: {error}", stacklevel=2)
 
 

@@ -70,9 +70,6 @@ class BubbleReport:
         balance: what the plans of the steps say; None if there were none.
         memory: what every rank held at the end of every window; None if that is unknown.
         advise: knows how the run was set up, for the advice of the verdict; None for that for any loop.
-
-    Raises:
-        ValueError: the shapes do not fit together.
     """
 
     breakdown: Floats
@@ -95,15 +92,6 @@ class BubbleReport:
     memory: MemoryWindows | None = None
     replayed: NDArray[np.intp] | None = None
     advise: Advise | None = None
-
-    def __post_init__(self) -> None:
-        # ranks may be fewer than the world: an interrupted run has but rank 0
-        rows = (len(self.steps), *self.breakdown.shape[1:2])
-        if self.breakdown.shape != (*rows, len(PART_NAMES)) or self.samples.shape != rows or not self.breakdown.size:
-            raise ValueError(
-                f"BubbleReport(breakdown of shape {self.breakdown.shape}, samples of {self.samples.shape}, {len(self.steps)} "
-                f"steps): pass [steps, ranks, {len(PART_NAMES)}] and [steps, ranks], of one step and one rank at least"
-            )
 
     @property
     def bubble(self) -> float:

@@ -51,11 +51,8 @@ def write_trace(
             clock; empty if there was no window. They become further threads of the rank.
         aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, it is unknown who was late:
             waits are not divided and there are no arrows. Ranks that are not aligned begin at zero each.
-
-    Raises:
-        ValueError: a step, or ``kineto``, has another number of ranks than the first step.
     """
-    ranks = _rank_count(steps, kineto)
+    ranks = len(steps[0]) if steps else len(kineto)
     tids = count(1)
     all_ranks = Process(ranks, "all ranks", tids, order=0)
     tracks = [RankTracks(rank, origin, tids) for rank, origin in enumerate(_origins(steps, kineto, ranks, aligned))]
@@ -84,16 +81,6 @@ def _add_step(track: RankTracks, step: ResolvedStep, arrivals: Mapping[str, Arri
     intervals = intervals_of(step, last)
     track.add_step(step, intervals, arrivals)
     return attribute(step, last, intervals)
-
-
-def _rank_count(steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    ranks = len(steps[0]) if steps else len(kineto)
-    found = {len(row) for row in steps} | ({len(kineto)} if kineto else set())
-    if found - {ranks}:
-        raise ValueError(
-            f"steps and kineto are of {sorted(found)} ranks: give the records of the same ranks, {ranks}, everywhere"
-        )
-    return ranks
 
 
 def _origins(

@@ -141,24 +141,15 @@ def test_kernels_come_from_their_streams_and_go_before_operators(window, monkeyp
 def test_a_window_has_steps_and_kernels_on_cuda():
     for device, kernels in (("cpu", False), ("cuda", True)):
         assert (ProfilerActivity.CUDA in KinetoWindow(1, torch.device(device))._activities) is kernels
-    for steps in (0, -1):
-        with pytest.raises(ValueError, match=f"torch_profiler_steps={steps}"):
-            KinetoWindow(steps, CPU)
 
 
 def test_start_and_stop_come_in_order_and_again(window, monkeypatch):
     monkeypatch.setattr(kineto, "SHORTEST", 0.0)
-    with pytest.raises(RuntimeError, match="not running"):
-        window.stop()
-    with pytest.raises(RuntimeError, match="nothing yet"):
-        window.breakdown()
     for name in ("first", "second"):
         window.start()
         assert window.running
         with pytest.raises(RuntimeError, match="torch_profiler_steps"):
             window.start()
-        with pytest.raises(RuntimeError, match="nothing yet"):
-            window.events(_same)
         _mark(name)
         window.stop()
         assert not window.running
@@ -199,8 +190,6 @@ def test_a_window_that_another_profiler_took_over_says_so():
             torch.ones(1).add_(1)
         with pytest.raises(RuntimeError, match="torch_profiler_steps"):
             window.stop()
-        with pytest.raises(RuntimeError, match="nothing yet"):
-            window.events(_same)
 
     run_distributed(run, 1, init=False)
 

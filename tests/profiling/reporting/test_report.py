@@ -20,7 +20,7 @@ from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.collection.history import window_scalars
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from tests.helpers.reports import RUN, full_report, growing_memory, report_of, run_info, step
+from tests.helpers.reports import full_report, growing_memory, report_of, run_info, step
 
 PLAN = PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 0, 3)
 
@@ -82,16 +82,6 @@ def test_scalars() -> None:
     assert report.overlap_efficiency == pytest.approx(0.75), "hidden and transfer; straggler wait does not count"
     assert list(report.shares) == ["data_wait", "compute", *PART_NAMES[2:]]
     assert RunInfo("a", "Model", 1, 1).versions["lightning_freescale"] == lightning_freescale.__version__
-
-
-def test_shapes_must_fit() -> None:
-    waits, none = WaitAttribution(True, 0.0), Overhead(0.0, 0.0)
-    for parts, samples, steps in (
-        *(((3, 2, 11), (3, 2), [1, 2]), ((3, 2, 10), (3, 2), [1, 2, 3]), ((3, 2, 11), (3, 1), [1, 2, 3])),
-        *(((3, 11), (3, 2), [1, 2, 3]), ((0, 2, 11), (0, 2), []), ((3, 0, 11), (3, 0), [1, 2, 3])),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"breakdown of shape {parts}, samples of {samples}, {len(steps)}")):
-            BubbleReport(np.ones(parts), np.ones(samples, dtype=np.int64), steps, RUN, waits, none)
 
 
 def _lines(report: BubbleReport, start: str = "") -> list[str]:

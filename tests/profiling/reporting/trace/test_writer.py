@@ -240,14 +240,6 @@ def test_names_are_kept_as_they_are(written, tmp_path):
     assert "\\u" not in (tmp_path / "trace.json").read_text(encoding="utf-8")  # which some readers refuse
 
 
-@pytest.mark.parametrize(("rows", "kineto"), [((2, 1), 0), ((2, 2), 1)])
-def test_every_step_must_be_of_all_ranks(tmp_path, rows, kineto):
-    steps = [_two_ranks()[:ranks] for ranks in rows]
-    with pytest.raises(ValueError, match=r"\[1, 2\]"):
-        write_trace(tmp_path / "trace.json", steps, [[]] * kineto)
-    assert not list(tmp_path.iterdir())
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_whatever_the_ranks_recorded_the_trace_is_right(tmp_path_factory, seed, ranks):
