@@ -10,6 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_SLOW = 1.1
+_SPREADS = 3.0
+_ROUNDS = 10
+_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
+_OF_MEDIAN = 1.2533  # standard error of a median / that of a mean
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,6 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> Pla
         padding=float(np.average(padding, weights=seconds_of_padded if any(seconds_of_padded) else None)) if padded else None,
         padded=kinds[-1],
     )
-
-
-_SLOW = 1.1
-_SPREADS = 3.0
-_ROUNDS = 10
-_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
-_OF_MEDIAN = 1.2533  # standard error of a median / that of a mean
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ from lightning_freescale.profiling.analysis.breakdown import (
 from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 
+COLUMNS = ("compute", "data", "other", "pause", "ahead", "transfer")
+Floats = NDArray[np.float64]
+_KINDS = {**dict.fromkeys(COMPUTE, 0), "data": 1, "pause": 3}
+_TOGETHER = 1e-3
+"""Seconds between waits that follow each other as fast as a loop over them does, on a machine that is busy."""
+
 
 @dataclass
 class ExchangeSums:
@@ -137,13 +143,6 @@ def _add_intervals(window: RankWindow, intervals: Sequence[Interval]) -> None:
             setattr(sums, kind, getattr(sums, kind) + end - start)
         elif kind == "host":
             window.host[name] = window.host.get(name, 0.0) + end - start
-
-
-COLUMNS = ("compute", "data", "other", "pause", "ahead", "transfer")
-Floats = NDArray[np.float64]
-_KINDS = {**dict.fromkeys(COMPUTE, 0), "data": 1, "pause": 3}
-_TOGETHER = 1e-3
-"""Seconds between waits that follow each other as fast as a loop over them does, on a machine that is busy."""
 
 
 @dataclass(frozen=True)

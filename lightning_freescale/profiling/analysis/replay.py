@@ -18,6 +18,10 @@ Floats = NDArray[np.float64]
 _TRANSFER = COLUMNS.index("transfer")
 _SEAM = 1e-6
 """Seconds between two steps that count as a gap."""
+_WAITED = 0.05
+"""A data wait of this share of a mean step is one for the loader's workers; taking over a batch that is there is shorter."""
+_LEAST_WAITS = 30
+"""Fewer do not show whether they depend on when a rank asks."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,6 @@ def _common_order(ranks: Sequence[Sequence[str]]) -> list[str] | None:
         return list(graph.static_order())
     except CycleError:
         return None
-
-
-_WAITED = 0.05
-"""A data wait of this share of a mean step is one for the loader's workers; taking over a batch that is there is shorter."""
-_LEAST_WAITS = 30
-"""Fewer do not show whether they depend on when a rank asks."""
 
 
 @dataclass(frozen=True)

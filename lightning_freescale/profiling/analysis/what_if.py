@@ -18,6 +18,10 @@ _HUBER, _REWEIGHTINGS = 1.345, 20
 _VARIES = 0.01
 _WORTH = 0.01
 """Share of the compute below which exchanges beside it are not worth a figure."""
+_WORTH_A_NOTE = 0.01
+"""Share of the time that the reader should know of."""
+_UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"
+_PREDICTED = "predicted: compute is taken to be proportional to the computed tokens; the limit counts padding as lost, too"
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,6 @@ def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
     total = np.bincount(rank, weight)
     means = [np.bincount(rank, weight * column) / np.where(total > 0, total, 1.0) for column in values.T]
     return values - np.stack([mean[rank] for mean in means], axis=1)
-
-
-_WORTH_A_NOTE = 0.01
-"""Share of the time that the reader should know of."""
-_UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"
-
-_PREDICTED = "predicted: compute is taken to be proportional to the computed tokens; the limit counts padding as lost, too"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,16 @@ from numpy.typing import NDArray
 
 _STATUS = Path("/proc/self/status")
 _KB = 1024
+_LEAST = 10
+"""Windows after the first from which on a trend can be distinguished from chance."""
+_POINTS = 64
+"""Windows are put together until there are no more: the slopes of all pairs are looked at."""
+_CHANCE = 3.3
+"""Standard deviations by which more pairs must rise than fall: one flat series in two thousand does that."""
+_STEADY = 0.5
+"""Share of its slope that memory keeps in the second half; what saturates keeps less."""
+_NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
+"""Shares of the memory that it grows by, over all windows and in one, before it is worth a word."""
 
 
 class MemoryReading(NamedTuple):
@@ -73,16 +83,6 @@ def _status() -> dict[str, int]:
 
 
 Floats = NDArray[np.float64]
-_LEAST = 10
-"""Windows after the first from which on a trend can be distinguished from chance."""
-_POINTS = 64
-"""Windows are put together until there are no more: the slopes of all pairs are looked at."""
-_CHANCE = 3.3
-"""Standard deviations by which more pairs must rise than fall: one flat series in two thousand does that."""
-_STEADY = 0.5
-"""Share of its slope that memory keeps in the second half; what saturates keeps less."""
-_NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
-"""Shares of the memory that it grows by, over all windows and in one, before it is worth a word."""
 
 
 @dataclass(frozen=True)

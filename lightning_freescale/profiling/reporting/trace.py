@@ -29,6 +29,13 @@ from lightning_freescale.profiling.reporting.document import write_atomically
 _ORDER = {"X": 0, "C": 1, "i": 1, "s": 2, "f": 3}
 """Of events at one time: a slice is there before an arrow binds to it, and an arrow begins before it ends."""
 _EVENTS_PER_LINE = 100
+NOTICEABLE = 50e-6
+"""Seconds of straggler wait from which on there is an arrow."""
+_STAGES = ("data", *COMPUTE, "pause")
+_BACKGROUND = "exchanges in the background"
+TICKS_PER_SECOND = 8_000_000
+"""An eighth of a microsecond is a whole number of nanoseconds and exact in binary: all readers see the same edges."""
+Event = dict[str, Any]
 
 
 def write_trace(
@@ -161,12 +168,6 @@ def _flow(phase: str, number: int, wait: _Wait, thread: Thread, tick: int) -> Ev
     return {"ph": phase, "id": number, **thread.place, "cat": "late", "name": name, "ts": tick / 8}
 
 
-NOTICEABLE = 50e-6
-"""Seconds of straggler wait from which on there is an arrow."""
-_STAGES = ("data", *COMPUTE, "pause")
-_BACKGROUND = "exchanges in the background"
-
-
 class RankTracks:
     """Steps, stages, waits, exchanges in the background and what Kineto saw of one rank; ``origin`` is where ticks begin."""
 
@@ -240,11 +241,6 @@ def _arguments(waited_for: ResolvedCollective, arrivals: Mapping[str, Arrival] |
 
 def _bytes(collective: ResolvedCollective) -> dict[str, Any]:
     return {} if collective.moved is None else {"moved_bytes": collective.moved}
-
-
-TICKS_PER_SECOND = 8_000_000
-"""An eighth of a microsecond is a whole number of nanoseconds and exact in binary: all readers see the same edges."""
-Event = dict[str, Any]
 
 
 @dataclass
