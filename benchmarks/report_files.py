@@ -23,9 +23,9 @@ from lightning_freescale.profiling import RunInfo
 from lightning_freescale.profiling.analysis.breakdown import arrivals_of, last_arrivals
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.collection.history import History
+from lightning_freescale.profiling.profiler import ReportFiles
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from lightning_freescale.profiling.reporting.document import Overhead, Status, WaitAttribution
-from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 
 EXCHANGES = 6

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_freescale.profiling import profiler as module
+from lightning_freescale.profiling.profiler import ReportFiles
 from lightning_freescale.profiling.recording.records import Interval, ResolvedStep
-from lightning_freescale.profiling.reporting import files as module
 from lightning_freescale.profiling.reporting.document import WaitAttribution, read
-from lightning_freescale.profiling.reporting.files import ReportFiles
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from tests.helpers.reports import report_of, step
 from tests.helpers.shown_page import packed
