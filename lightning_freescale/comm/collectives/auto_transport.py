@@ -6,7 +6,6 @@ the ranks exchange the results, so that all drop a candidate that fails on one o
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import defaultdict
@@ -15,6 +14,7 @@ from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
+from itertools import count
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +25,16 @@ from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
+from lightning_freescale.comm.transports.selection import TransportRefused, all_gather_json, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
 from lightning_freescale.comm.transports.transfer import RankBuffers
 
-_MESSAGE_BYTES = 2048
+Wait = Callable[[float], object]
+"""Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""
+AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
+"""Begins to fill the first tensor by parts from all ranks and to send them parts of the second; the sizes of either follow."""
+Gather = Callable[[Any], list[Any]]
+"""Returns the JSON values of all ranks."""
 _MOST_SECONDS = 60.0
 """What a candidate may take for its trial, if half the timeout of the group is not less."""
 _verdicts: dict[tuple[Any, ...], str] = {}
@@ -44,20 +49,23 @@ def settle_transport(
 
     Each candidate runs on a lane of its own, so what fails there ends that lane alone. What was chosen, and why, is one line
     in the log of the group's first rank. ``make_device`` is called where there is something to measure. Not tested on GPU.
-
-    Raises:
-        DistBackendError: a rank does not come, or torch's own backend fails.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options.max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
-    known = {said["known"] for said in gather_over(lane.p2p.open(), {"known": _verdicts.get(key, "")})}
+    store, steps = dist.PrefixStore("auto", backend_opts.store), count()
+
+    def gather(mine: Any) -> list[Any]:
+        return all_gather_json(f"step {next(steps)}", mine, lane.p2p, store, backend_opts.timeout)
+
+    known = set(gather(_verdicts.get(key, "")))
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
-        if first:
-            _tell_of_hidden_gpus(topology)
+        alone = topology.find_alone()
+        if first and alone and all(refusal(kind, topology) for kind in ("peer", "two-level")):
+            _warn_of_hidden_gpus(alone)
         with backends.hiding_nccl():
             device = make_device()
-            verdict = _prove(backend_opts, lane, backends, device)
+            verdict = _prove(backend_opts, lane, backends, device, gather)
             device.release()
         _verdicts[key] = verdict.chosen
         if first:
@@ -71,17 +79,9 @@ def settle_transport(
             _log.warning("transport='auto' leaves this lane to torch's own backend: %s", error)
 
 
-def gather_over(gloo: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every rank says, over the lane's connections; texts may be cut."""
-    short = {name: value[: _MESSAGE_BYTES // 8] if isinstance(value, str) else value for name, value in mine.items()}
-    raw = json.dumps(short, ensure_ascii=False).encode(errors="replace")
-    sent = torch.frombuffer(bytearray(raw.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-    came = [torch.empty_like(sent) for _ in range(gloo.size())]
-    gloo.allgather([came], [sent]).wait()
-    return [json.loads(each.numpy().tobytes()) for each in came]
-
-
-def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice) -> Verdict:
+def _prove(
+    backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice, gather: Gather
+) -> Verdict:
     """Check and measure all candidates on lanes of their own, and close these."""
     trials: dict[str, CollectiveExecutor] = {}
     refused: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends
             device=device,
             rank=backend_opts.group_rank,
             ranks=list(lane.topology.ranks),
-            gather=partial(gather_over, lane.p2p.open()),
+            gather=gather,
             limit=limit,
             chunk_bytes=lane.options.chunk_bytes,
         ).run()
@@ -150,12 +150,6 @@ def _tell(verdict: Verdict, topology: Topology, backends: NativeBackends) -> Non
     )
 
 
-def _tell_of_hidden_gpus(topology: Topology) -> None:
-    alone = topology.find_alone()
-    if alone and all(refusal(kind, topology) for kind in ("peer", "two-level")):
-        _warn_of_hidden_gpus(alone)
-
-
 @cache
 def _warn_of_hidden_gpus(alone: str) -> None:
     _log.warning(
@@ -166,10 +160,6 @@ def _warn_of_hidden_gpus(alone: str) -> None:
     )
 
 
-Wait = Callable[[float], object]
-"""Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""
-AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
-"""Begins to fill the first tensor by parts from all ranks and to send them parts of the second; the sizes of either follow."""
 _MIB = 2**20
 _MARGIN = 0.05
 """By how much of the time of torch's own backend a candidate must be faster: less may be chance."""
@@ -217,7 +207,7 @@ class Proof:
     device: ProofDevice
     rank: int
     ranks: list[int]  # global rank of every rank, for errors
-    gather: Callable[[dict[str, Any]], list[dict[str, Any]]]  # returns the short texts or numbers of every rank
+    gather: Gather
     limit: float  # seconds that a candidate may take for all its exchanges
     chunk_bytes: int  # of the lane: parts of this size and one byte around it are tried
     largest_bytes: int = 64 * _MIB  # of the largest part, and about as much as is sent at a time

@@ -171,18 +171,12 @@ class HostTransport:
     """Moves CPU and CUDA tensors over a :class:`GlooP2P`."""
 
     def __init__(self, p2p: GlooP2P, options: ProcessGroupFreeScaleOptions, pinned_bytes: int = PINNED_BYTES) -> None:
-        self._p2p, self._options, self._pinned_bytes = p2p, options, pinned_bytes
+        self.p2p, self.options, self.pinned_bytes = p2p, options, pinned_bytes
         self._stagings: dict[torch.device, DeviceStaging] = {}
 
     def start_transfer(self, transfer: Transfer, ranks: Collection[int] | None = None) -> Callable[[Callable[[], None]], None]:
-        """Post what comes first, which may be before the ranks have agreed.
-
-        Returns:
-            What fills ``transfer.incoming``, that of ``ranks`` only, if given; as :meth:`move`.
-        """
-        included = range(self._p2p.size) if ranks is None else ranks
-        most = min(64, self._pinned_bytes // (MIN_PINNED_CHUNKS // 2 * self._options.chunk_bytes))
-        schedule = P2PSchedule(self._p2p, self._staging(transfer.device), transfer, self._options, most, included)
+        """Post the first chunks, even before the ranks have agreed; return what does the rest of :meth:`move`."""
+        schedule = P2PSchedule(self, transfer, range(self.p2p.size) if ranks is None else ranks)
         schedule.start()
         return schedule.complete
 
@@ -196,11 +190,12 @@ class HostTransport:
             staging.close()
         self._stagings.clear()
 
-    def _staging(self, device: torch.device) -> DeviceStaging | None:
+    def staging(self, device: torch.device) -> DeviceStaging | None:
+        """Return the pinned memory and streams for a CUDA device; None for the CPU."""
         if device.type == "cpu":
             return None
         if device not in self._stagings:
-            self._stagings[device] = DeviceStaging(device, self._pinned_bytes)
+            self._stagings[device] = DeviceStaging(device, self.pinned_bytes)
         return self._stagings[device]
 
 
@@ -231,20 +226,14 @@ class P2PSchedule:
     network.
     """
 
-    def __init__(
-        self,
-        p2p: GlooP2P,
-        staging: DeviceStaging | None,
-        transfer: Transfer,
-        options: ProcessGroupFreeScaleOptions,
-        most: int,
-        ranks: Collection[int],
-    ) -> None:
-        self._p2p, self._staging, self._transfer = p2p, staging, transfer
+    def __init__(self, host: HostTransport, transfer: Transfer, ranks: Collection[int]) -> None:
+        p2p, options = host.p2p, host.options
+        self._p2p, self._staging, self._transfer = p2p, host.staging(transfer.device), transfer
         self._chunk = options.chunk_bytes
         # On shaped links with 8 ranks, two rounds of 1 MiB took 1.3 times the ideal, six 1.06 to 1.1.
         self._in_flight_seconds, fewest = (0.002, 2) if PRIORITY_GATE.has_higher_lane(options.priority) else (0.02, 6)
-        self._most, self._fewest = most, min(fewest, most)
+        self._most = min(64, host.pinned_bytes // (MIN_PINNED_CHUNKS // 2 * self._chunk))
+        self._fewest = min(fewest, self._most)
         self._includes_self = p2p.rank in ranks
         outgoing, incoming = (
             [self._split(part) if rank in ranks else () for rank, part in enumerate(parts)]

@@ -247,11 +247,11 @@ def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
     host = HostTransport(Mock(), ProcessGroupFreeScaleOptions(chunk_bytes=10), pinned_bytes=1000)
     gpus = [torch.device("cuda", index) for index in (1, 0)]
-    first, other = map(host._staging, gpus)
-    assert first is not other and first is host._staging(gpus[0])
+    first, other = map(host.staging, gpus)
+    assert first is not other and first is host.staging(gpus[0])
     assert made == [gpus[0]] * 2 + [gpus[1]] * 2, "a stream for each direction"
     assert first._outgoing.bound == first._incoming.bound == 500
-    assert host._staging(torch.device("cpu")) is None
+    assert host.staging(torch.device("cpu")) is None
 
 
 def _pool(bound: int) -> tuple[PinnedPool, list[int]]:
