@@ -1,4 +1,4 @@
-"""One rank's stream: read in chunks, numbered, held until used, and taken up again where a checkpoint left it."""
+"""Read one rank's stream in chunks, hold samples until they are used, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -19,38 +19,25 @@ from lightning_freescale.balance.validation import non_negative
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """Where samples come from, in chunks."""
-
-    def first_place(self) -> dict[str, Any]:
-        """Return the place at the start."""
-
-    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
-        """Return the place after ``chunk``, which was read at ``place``."""
-
-    def read_chunks(self, place: dict[str, Any] | None, epoch: int, seed: int) -> Generator[Chunk, None, None]:
-        """Yield the chunks from a place on."""
-
-
 @dataclass(eq=False)
 class StreamReader:
-    """Reads a source, numbers its samples from 0 in each epoch, and holds those that were read and not yet used.
+    """Read a source, number its samples from 0 in each epoch, and hold samples that were read and not yet used.
 
-    Its state holds no samples: it tells a place in the source before the oldest sample held, and which of those that follow
-    are held. To resume, they are read again from there.
+    The state has no samples. It has a place in the source before the oldest sample held, and the numbers of the samples held.
+    To resume, the reader reads them again from that place.
 
     Args:
         source: what to read.
         cost_fn: predicted compute time of a sample.
         weight_fn: weight of a sample in the mean loss; one if not given.
         epoch, seed: as in :meth:`StreamSource.read_chunks`.
-        state: where to go on, see :meth:`state_dict`; then call :meth:`reread_held_samples` before anything else.
+        state: where to resume, see :meth:`state_dict`; then call :meth:`reread_held_samples` first.
 
     Attributes:
-        read: samples read in this epoch, which is the number of the next one.
+        read: number of samples read in this epoch.
     """
 
-    source: Source
+    source: StreamSource | RemainingParts
     cost_fn: Callable[[Any], float]
     weight_fn: Callable[[Any], float] | None
     epoch: int
@@ -93,19 +80,19 @@ class StreamReader:
         return range(first, self.read)
 
     def costs(self, numbers: Any) -> list[float]:
-        """Return what each of these samples costs."""
+        """Return the costs of samples."""
         return [self._held[int(number)][1] for number in numbers]
 
     def weights(self, numbers: Any) -> list[float]:
-        """Return what each of these samples weighs in the mean loss."""
+        """Return the weights of samples in the mean loss."""
         return [self._held[int(number)][2] for number in numbers]
 
     def pop_samples(self, numbers: Any) -> list[Any]:
-        """Return these samples, in this order; they are no longer held."""
+        """Return samples in this order, and stop holding them."""
         return [self._held.pop(int(number))[0] for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where to go on, without samples. Places that no held sample needs are forgotten."""
+        """Return where to resume. Places that no held sample needs are removed."""
         oldest = min(self._held, default=self.read)
         while len(self._places) > 1 and self._places[1][0] <= oldest:
             self._places.popleft()
@@ -140,11 +127,11 @@ class Chunk:
     """Samples that one worker read.
 
     Attributes:
-        samples: at most as many as the source's chunk size; fewer, also none, when the worker's stream ends.
-        worker: who read them.
-        state: the data set's state after them, None if it keeps none.
+        samples: as many as the source's chunk size; fewer, also none, at the end of the worker's stream.
+        worker: number of the worker.
+        state: the data set's state after the samples, None if it keeps none.
         read: samples that this worker has read in the epoch so far.
-        ended: its stream has no more.
+        ended: whether its stream has ended.
     """
 
     samples: list[Any]
@@ -158,18 +145,18 @@ class Chunk:
 class StreamSource(IterableDataset[Any]):
     """Reads an iterable data set in chunks, with or without loader workers, always in the same order.
 
-    A place in the stream is a dictionary: what each worker has read, the state of its copy of the data set, and whose turn it
-    is. A data set with ``state_dict`` and ``load_state_dict`` is put back to that state: ``state_dict`` must tell the place
-    after the sample that its iterator returned last, and ``iter`` start anew unless a state was just loaded. Any other is
-    read again from the start of the epoch, and what was read before is discarded. Either way it must give the same samples
-    in the same order again.
+    A place in the stream is a dictionary: the number of samples that each worker has read, the state of its copy of the data
+    set, and the worker that is next. A data set with ``state_dict`` and ``load_state_dict`` is restored to that state:
+    ``state_dict`` must describe the place after the sample that its iterator returned last, and ``iter`` must start at the
+    beginning unless a state was just loaded. Any other data set is read again from the start of the epoch. Both must return
+    the same samples in the same order again.
 
     Args:
         dataset: the user's; with several workers each reads its own copy, and the data set divides the samples among them by
             ``torch.utils.data.get_worker_info()``. ``set_epoch`` is called if it has one.
         chunk_size: samples that a worker reads at a time.
         num_workers: as in ``torch.utils.data.DataLoader``.
-        place: where iterating over the source starts, in each worker with its own part; the start of the epoch if not given.
+        place: where iteration starts, in each worker with its own part; the start of the epoch if not given.
     """
 
     dataset: IterableDataset[Any]
@@ -184,7 +171,7 @@ class StreamSource(IterableDataset[Any]):
 
     @property
     def unseekable(self) -> str:
-        """Why the data set cannot be asked for its state; "" if it can."""
+        """The reason why the data set's state cannot be used; "" if it can."""
         name = type(self.dataset).__name__
         if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
             return f"{name} has no state_dict and load_state_dict"
@@ -208,12 +195,12 @@ class StreamSource(IterableDataset[Any]):
         Workers start at once, in the calling thread, and end with the generator.
 
         Args:
-            place: what :meth:`first_place` or :meth:`place_after` gave; the start of the epoch if not given.
-            epoch: told to the data set.
-            seed: of the workers' random numbers.
+            place: a result of :meth:`first_place` or :meth:`place_after`; the start of the epoch if not given.
+            epoch: passed to the data set.
+            seed: seed of the workers' random numbers.
 
         Raises:
-            ValueError: the place is one of another number of workers.
+            ValueError: the place belongs to another number of workers.
         """
         place = place or self.first_place()
         if len(place["read"]) != max(1, self.num_workers):
@@ -226,11 +213,11 @@ class StreamSource(IterableDataset[Any]):
         if any(place["read"]) and not self.seekable:
             _log.warning(
                 "%s: to resume, the %d samples that were read before are read again and discarded. With state_dict() and "
-                "load_state_dict(state) it would go on where it was.",
+                "load_state_dict(state) it would continue where it was.",
                 self.unseekable,
                 sum(place["read"]),
             )
-        # a generator of its own, because starting the workers would draw from the global state
+        # starting the workers would draw from the global random state, so the loader gets its own generator
         generator = torch.Generator().manual_seed(seed % 2**63)
         source = replace(self, place=place)
         loader = iter(DataLoader(source, batch_size=None, num_workers=self.num_workers, generator=generator))
@@ -244,7 +231,7 @@ class StreamSource(IterableDataset[Any]):
         if place["ended"][worker]:
             return
         if worker < place["turn"]:
-            yield None  # the loader asks worker 0 first: let the one go first whose turn it was
+            yield None  # the loader asks worker 0 first, but another worker is next
         read, ended = place["read"][worker], False
         if read and self.seekable:
             dataset.load_state_dict(copy.deepcopy(place["states"][worker]))
@@ -259,18 +246,18 @@ class StreamSource(IterableDataset[Any]):
 
 @dataclass(eq=False)
 class RemainingParts:
-    """Reads on what is left of some ranks' streams, one after the other, as a :class:`StreamSource` reads one.
+    """Reads the rest of the streams of several ranks of an interrupted run, one after the other.
 
     Args:
-        source: this rank's own stream, whose data set gives those of other ranks by ``for_rank(rank, world_size)``.
-        parts: whose streams: ``rank``, ``world_size`` and the state of its :class:`StreamReader`, ``reader``.
+        source: this rank's own stream, whose data set returns those of other ranks by ``for_rank(rank, world_size)``.
+        parts: ``rank``, ``world_size`` and the state of the :class:`StreamReader`, ``reader``, of each stream.
     """
 
     source: StreamSource
     parts: list[dict[str, Any]]
 
     def first_place(self) -> dict[str, Any]:
-        """Return the place before all that is left."""
+        """Return the place before the rest of the first stream."""
         return {"part": 0, "place": None, "number": 0}
 
     def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
@@ -278,10 +265,10 @@ class RemainingParts:
         return dict(chunk.state)
 
     def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
-        """Yield what is left, as :meth:`StreamSource.read_chunks` does.
+        """Yield the rest of the streams, as :meth:`StreamSource.read_chunks` does.
 
-        The workers of all parts start at once, in the calling thread: a process that is forked from a thread beside others
-        inherits the locks that these hold at that moment, and may wait for one for ever.
+        The workers of all parts start at once, in the calling thread. A process that is forked while other threads run
+        inherits the locks that they hold at that moment, and may wait for one forever.
         """
         start = place or self.first_place()
         opened = []
@@ -328,10 +315,10 @@ def unusable_state(dataset: IterableDataset[Any]) -> str:
 
 
 def _needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a call of the function cannot do without."""
+    """Return the names of the arguments that the function requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of functions that are not written in Python
+    except (TypeError, ValueError):  # the function is not written in Python
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]

@@ -30,16 +30,16 @@ _FAILED = b"!"  # sent instead of samples; no pickle is a single byte of this ki
 
 @dataclass(frozen=True)
 class StreamStep:
-    """What all ranks know of one step.
+    """The description of one step that all ranks have.
 
     Attributes:
-        step: counted from the start of the epoch.
+        step: number of the step in the epoch.
         counts: samples per rank.
         costs: cost per rank, shape ``[ranks]``.
         weights: weight per rank in the mean loss, shape ``[ranks]``.
-        most_parts: into how many micro-batches each rank's samples can be cut.
-        unbalanced_costs: what each rank's batch would have cost as read, shape ``[ranks]``.
-        state: where the rank's stream goes on after the step.
+        most_parts: the most micro-batches into which each rank's samples can be cut.
+        unbalanced_costs: cost of each rank's batch as read, shape ``[ranks]``.
+        state: the state of the rank's stream after the step.
         lower_bound: the imbalance that no assignment of the step's samples can beat.
         dominated: a single sample costs more than the mean rank's.
     """
@@ -56,7 +56,7 @@ class StreamStep:
 
     @property
     def balance(self) -> StepBalance:
-        """What the assignment of the step's samples is worth."""
+        """The imbalance of the step with and without the assignment."""
         return StepBalance(
             unbalanced=load_imbalance(self.unbalanced_costs),
             balanced=load_imbalance(self.costs),
@@ -69,19 +69,19 @@ class StreamStep:
 
 @dataclass(eq=False)
 class AssignedSteps:
-    """The samples of a step are what the ranks read side by side, assigned as one global batch (arXiv 2604.24073).
+    """Assign the samples that the ranks read side by side as one global batch (arXiv 2604.24073).
 
-    In a round every rank reads ``batch_size`` samples and tells their costs. All ranks keep the same queue of what was told,
-    cut the next global batch from it, compute the same assignment, and send each other the samples. When streams end at
-    different times, those that go on fill the steps of all.
+    In a round every rank reads ``batch_size`` samples and sends their costs to all ranks. All ranks keep the same queue of
+    these costs, cut the next global batch from it, compute the same assignment, and exchange the samples. When streams end at
+    different times, the longer ones fill the steps of all ranks.
 
     Args:
         reader: the rank's stream.
         group: all ranks, with rows of :meth:`row_width`.
         batch_size: samples per rank and step.
-        assign_fn: gives an assignment from the costs of a global batch and the number of ranks.
+        assign_fn: returns an assignment for the costs of a global batch and the number of ranks.
         drop_last: leave out the samples of an incomplete last step.
-        state: what an earlier step left, see :class:`StreamStep`.
+        state: the state after an earlier step, see :class:`StreamStep`; None at the start of an epoch.
     """
 
     reader: StreamReader
@@ -103,7 +103,7 @@ class AssignedSteps:
 
     def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
         if self.state is not None:
-            # the queue is told anew, because nobody's state holds more than the own samples
+            # each rank's state holds only its own samples, so the ranks exchange the costs in the queue again
             self.reader.reread_held_samples()
             held = iter(self.state["reader"]["held"])
             self._rounds = self.state["first_round"]
@@ -120,7 +120,7 @@ class AssignedSteps:
     def _next_size(self) -> int:
         """Read on; return the samples of the next global batch, 0 at the end."""
         whole = self.group.size * self.batch_size
-        while True:  # at least one round for every step, so that a rank that fails can tell the others in the next
+        while True:  # at least one round for every step, so that a rank that fails can report it in the next one
             counts = self._share_round(self.reader.read_samples(self.batch_size))
             left = self._queue.shape[1]
             # one global batch more than the next must be known, to see whether it is the last
@@ -138,7 +138,7 @@ class AssignedSteps:
         return 0
 
     def _share_round(self, numbers: Any) -> NDArray[np.int64]:
-        """Put what every rank read in this round at the end of the queue; return how many samples each read."""
+        """Append the samples that every rank read in this round to the queue; return the number of each rank."""
         size = self.batch_size
         row = np.zeros(self.group.width)
         row[0] = len(numbers)
@@ -156,7 +156,7 @@ class AssignedSteps:
         return counts
 
     def _exchange_samples(self, owner: NDArray[np.float64], rank_of_sample: NDArray[np.int64]) -> list[Any]:
-        """Send the own samples of a global batch where they belong; return the rank's batch, in the order of the queue."""
+        """Send the own samples of a global batch to their ranks; return this rank's batch, in the order of the queue."""
         outgoing: list[list[Any]] = [[] for _ in range(self.group.size)]
         for rank in rank_of_sample[owner == self.group.rank]:
             outgoing[rank] += self.reader.pop_samples([self._own_numbers.popleft()])
@@ -206,8 +206,8 @@ class StreamGroup:
     Args:
         rank: the own rank.
         size: number of ranks.
-        group: moves CPU tensors and serves nobody else; needed for more than one rank.
-        width: how many numbers a rank tells the others at a time.
+        group: a process group for CPU tensors that has no other use; needed for more than one rank.
+        width: numbers that a rank sends to the others at a time.
     """
 
     rank: int
@@ -220,19 +220,19 @@ class StreamGroup:
         """Return every rank's row, shape ``[ranks, width]``. Collective.
 
         Raises:
-            PeerFailed: a rank said that it failed, or is gone.
+            PeerFailed: another rank failed or ended.
         """
         table = self._all_gather(np.append(row, 0.0))
         failed = np.flatnonzero(table[:, -1])
         if failed.size:
-            raise PeerFailed(f"rank {failed[0]} failed to read its stream: its own traceback tells why")
+            raise PeerFailed(f"rank {failed[0]} failed to read its stream: see its own traceback")
         return table[:, :-1]
 
     def exchange_samples(self, outgoing: list[list[Any]]) -> list[list[Any]]:
-        """Send the samples ``outgoing[r]`` to rank ``r``; return what each rank sent here. Collective.
+        """Send the samples ``outgoing[r]`` to rank ``r``; return the samples from each rank. Collective.
 
         Raises:
-            PeerFailed: a rank could not pickle its samples, or is gone.
+            PeerFailed: another rank could not pickle its samples, or ended.
         """
         if self.group is None:
             return outgoing
@@ -247,12 +247,12 @@ class StreamGroup:
         return incoming
 
     def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
-        """Yield the items; if making one fails here, tell the other ranks, so that they do not wait for this one."""
+        """Yield the items. If making one fails, report it to the other ranks, so that they do not wait for this one."""
         try:
             yield from items
         except Exception as error:
             if not self._others_know and not isinstance(error, PeerFailed):
-                with contextlib.suppress(PeerFailed):  # then nobody is left to tell; the error itself matters
+                with contextlib.suppress(PeerFailed):  # the first error matters more than that a report fails
                     self._all_gather(np.append(np.zeros(self.width), 1.0))
             raise
 
@@ -266,7 +266,7 @@ class StreamGroup:
     def _unpickle(self, rank: int, received: Tensor) -> list[Any]:
         content = received.numpy().tobytes()
         if content == _FAILED:
-            raise PeerFailed(f"rank {rank} could not pickle its samples: its own traceback tells why")
+            raise PeerFailed(f"rank {rank} could not pickle its samples: see its own traceback")
         return pickle.loads(content) if len(content) else []  # noqa: S301 (from a rank of this very run)
 
     def _all_gather(self, row: NDArray[np.float64]) -> NDArray[np.float64]:

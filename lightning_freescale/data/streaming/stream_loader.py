@@ -1,4 +1,4 @@
-"""Balanced batches from a data set that can only be iterated."""
+"""Load balanced batches from a data set that can only be iterated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSc
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import rank_loss_weight
 from lightning_freescale.data.balanced_loader import collated
-from lightning_freescale.data.streaming.reader import RemainingParts, Source, StreamReader, StreamSource
+from lightning_freescale.data.streaming.reader import RemainingParts, StreamReader, StreamSource
 from lightning_freescale.data.streaming.steps import AssignedSteps, StreamGroup, StreamStep
 
 T = TypeVar("T")
 _END: Any = object()
 _KNOWN_STEPS = 100
-"""Steps that can still be asked about; the loop may be that far behind the loader."""
+"""Steps whose descriptions are kept; the loop may be that far behind the loader."""
 
 
 @dataclass(eq=False)
@@ -41,23 +41,23 @@ class BalancedStreamLoader:
     it must not draw from the global random state.
 
     Args:
-        dataset: the rank's stream; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and on
-            what resuming needs.
+        dataset: the rank's stream; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and
+            resuming.
         batch_size: samples per rank and step.
         cost_fn: predicted compute time of a sample, in any unit.
         weight_fn: weight of a sample in the mean loss; every sample weighs 1 if not given.
         loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
         rank: the own rank.
         world_size: number of ranks.
-        group: of all ranks, of backend freescale or gloo, used by nobody else; needed for more than one rank. The loader does
-            not destroy it.
+        group: a process group of all ranks, of backend freescale or gloo, that has no other use; needed for more than one
+            rank. The loader does not destroy it.
         collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
         num_workers: as in ``torch.utils.data.DataLoader``.
         drop_last: leave out the samples of an incomplete last step.
         prefetch_batches: batches made ahead of the running step, at least 1.
         assign_fn: returns an assignment for the costs of a global batch and the number of ranks.
-        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
-            something.
+        micro_batches: the number of parts of each step; one if not given. A step has fewer where a rank has fewer samples
+            with a weight above 0.
 
     Raises:
         ValueError: an argument does not fit; names it, its value and the fix.
@@ -88,7 +88,7 @@ class BalancedStreamLoader:
             raise ValueError(f"BalancedStreamLoader({given}): both must be at least 1")
         if self.world_size > 1 and self.group is None:
             raise ValueError(f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a gloo group of all ranks")
-        self.num_replicas = self.world_size  # as torch's samplers call it, for who asks a loader's sampler
+        self.num_replicas = self.world_size  # the name in torch's samplers
         self.epoch = 0
         self._source = StreamSource(self.dataset, self.batch_size, self.num_workers)
         self._steps: dict[int, StreamStep] = {}
@@ -96,11 +96,11 @@ class BalancedStreamLoader:
 
     @property
     def sampler(self) -> BalancedStreamLoader:
-        """The loader itself: it plans its own steps, and the strategy asks a loader's sampler for their weights."""
+        """The loader itself: it plans its own steps, and the strategy reads their weights from a loader's sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the data set is told at the start of the next iteration."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,7 +115,7 @@ class BalancedStreamLoader:
         finally:
             batches.stop()
 
-    # -- what the steps are
+    # -- descriptions of steps
 
     def counts(self, step: int) -> list[int]:
         """Return the number of samples of every rank in a step of this epoch."""
@@ -126,7 +126,7 @@ class BalancedStreamLoader:
         return self._step(step).costs
 
     def unbalanced_costs(self, step: int) -> NDArray[np.float64]:
-        """Return what every rank's batch of a step would have cost as read, shape ``[ranks]``."""
+        """Return the cost of every rank's batch as read, shape ``[ranks]``."""
         return self._step(step).unbalanced_costs
 
     def loss_weight(self, step: int) -> float:
@@ -135,7 +135,7 @@ class BalancedStreamLoader:
         return float(self.world_size) if self.loss_is_sum else rank_loss_weight(weights.tolist(), self.rank)
 
     def balance(self, step: int) -> StepBalance:
-        """Return what balancing a step is worth."""
+        """Return the imbalance of a step with and without the assignment."""
         return self._step(step).balance
 
     def _step(self, step: int) -> StreamStep:
@@ -147,10 +147,10 @@ class BalancedStreamLoader:
     # -- resume
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return where this rank's stream goes on after that many batches of the epoch, in plain values, without samples.
+        """Return the state of this rank's stream after that many batches of the epoch, in plain values, without samples.
 
         Raises:
-            ValueError: it is too long ago, or those batches were not loaded yet.
+            ValueError: the state is no longer kept, or the batches were not loaded yet.
         """
         if (self._resume.get("epoch"), self._resume.get("batches")) == (self.epoch, batches):
             return self._resume
@@ -160,10 +160,10 @@ class BalancedStreamLoader:
         return {"epoch": self.epoch, "batches": batches, "stream": stream, **read_on, **self._steps_depend_on()}
 
     def read_on(self, states: list[dict[str, Any]]) -> None:
-        """Start the epoch of another number of ranks' states behind their batches: this rank reads on some of their streams.
+        """Resume from the states of another number of ranks: this rank reads the rest of some of their streams.
 
         Raises:
-            ValueError: nobody can tell this rank what is left of another one's stream.
+            ValueError: the data set cannot return the stream of another rank.
         """
         ranks = f"the checkpoint stopped inside an epoch of {len(states)} streams, this run has {self.world_size} ranks"
         way_out = f"Resume on {len(states)} ranks, or from a checkpoint made at the end of an epoch"
@@ -189,7 +189,7 @@ class BalancedStreamLoader:
         """Start the state's epoch after its batches; any other epoch starts at its beginning.
 
         Raises:
-            ValueError: the state is one of another rank, or of a loader whose steps would be others.
+            ValueError: the state is that of another rank, or of a loader with other steps.
         """
         for name, value in self._steps_depend_on().items():
             if state["stream"] is not None and state[name] != value:
@@ -200,16 +200,16 @@ class BalancedStreamLoader:
         self._resume = state
 
     def _steps_depend_on(self) -> dict[str, Any]:
-        """Return what the steps of an epoch follow from, beside the stream."""
+        """Return the arguments that determine the steps of an epoch."""
         return {name: getattr(self, name) for name in ("rank", "batch_size", "drop_last", "world_size", "num_workers")}
 
     # -- the thread
 
     def _make_batches(self, state: dict[str, Any] | None) -> Generator[tuple[Any, StreamStep], None, None]:
-        """Start the workers here; everything else happens where the result is iterated."""
-        # not drawn from the global state: a run that resumes inside an epoch would draw once more than one that goes on
+        """Start the workers in this thread; everything else happens in the thread that iterates the result."""
+        # not drawn from the global random state: a run that resumes inside an epoch would draw once more
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
-        source: Source = self._source
+        source: StreamSource | RemainingParts = self._source
         if state is not None and "parts" in self._resume:
             source = RemainingParts(self._source, self._resume["parts"])
         reader = StreamReader(source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
@@ -236,19 +236,19 @@ class BalancedStreamLoader:
 
 
 class PrefetchThread(Generic[T]):
-    """Iterates ``items`` in a thread, at most ``ahead`` items ahead of those that were used.
+    """Iterate ``items`` in a thread, at most ``ahead`` items ahead of their use.
 
-    Items may be made with collectives: how many are made depends only on how many were used, so ranks that use the same
-    number perform the same collectives, also when all of them stop early.
+    Making items may take collectives. The number of items made depends only on the number used. So ranks that use the same
+    number of items run the same collectives, also when all of them stop early.
 
     Args:
-        items: what to iterate; closed by the thread.
+        items: the items; the thread closes the generator.
         ahead: item ``k + ahead`` is made once item ``k`` was used.
     """
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         self._items = items
-        # its thread is a daemon, so that a rank whose peers are gone can end without waiting for them
+        # its thread is a daemon, so that a rank can end without waiting for ranks that have failed
         self._worker = WorkerThread("freescale-stream")
         self._made: deque[Future[T]] = deque(self._submit_next() for _ in range(ahead))
 
@@ -259,8 +259,8 @@ class PrefetchThread(Generic[T]):
             yield item
 
     def stop(self) -> None:
-        """Let the thread make what it still may, as the other ranks' threads do, and wait for its end."""
-        # a generator that fails or is left early ends its workers here, not on whichever thread drops it
+        """Let the thread make the items that the other ranks' threads also make, and wait for its end."""
+        # a generator that fails or is left early ends its workers in this thread
         self._worker.submit(self._items.close)
         self._worker.stop()
 
