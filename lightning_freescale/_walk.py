@@ -1,4 +1,4 @@
-"""Everything that a batch holds, whatever containers it is made of."""
+"""Visit all objects in a batch, in any kind of container."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 _MOST_STEPS, _MOST_NODES = 8, 20_000
-"""A batch may hold a list of names per sample, or lead to something huge; ids are near its root."""
+"""Limits, because a batch may hold a list of names per sample, or refer to a large object; ids are near its root."""
 _LEAVES = (str, bytes, int, float, type(None))
 
 
 class PathStep(NamedTuple):
-    """One step down: ``node[key]`` or ``node.key``."""
+    """One step of a path: ``node[key]`` or ``node.key``."""
 
     kind: Literal["item", "attribute"]
     key: Any
@@ -25,7 +25,7 @@ Steps = tuple[PathStep, ...]
 
 
 def walk(batch: Any) -> Iterator[tuple[Steps, Any]]:
-    """Yield everything that a batch holds, the nearest first, each object once."""
+    """Yield path and object of all objects in a batch, the nearest first, each object once."""
     waiting: deque[tuple[Steps, Any]] = deque([((), batch)])
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_NODES:

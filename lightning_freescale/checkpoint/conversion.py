@@ -1,4 +1,4 @@
-"""Checkpoints outside of a run, in one process: from a folder to one file and back, and what has changed between two."""
+"""Convert checkpoints between a folder and one file, and compare two of them, in one process outside of a run."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from lightning_freescale.checkpoint.stored_tensors import StoredTensor
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _LARGE = 1 << 20
-"""Bytes from which a matrix is a tensor of its own in a folder; what is smaller is not worth it."""
+"""Bytes from which a matrix is a tensor of its own in a folder."""
 _ROWS_AT_ONCE = 1 << 18
 
 
 def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return a checkpoint, a file or a folder, whose large tensors are read where they are used.
+    """Return a checkpoint, a file or a folder, whose large tensors are read when they are used.
 
     Raises:
         ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
-        OSError: it is not there.
+        OSError: it does not exist.
     """
-    check(path, together=False)  # in a run, the other ranks may be elsewhere
+    check(path, together=False)  # other ranks of a run may not call this function
     return read(path, weights_only)
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write what :func:`read_checkpoint` returned, or a part of it, to one file, one table after the other."""
+    """Write a result of :func:`read_checkpoint`, or a part of it, to one file, one table after the other."""
     with single_file.replacing(path) as file:
         _save(checkpoint, file)
 
 
 def write_folder(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write what :func:`read_checkpoint` returned from a file to a folder."""
+    """Write a result of :func:`read_checkpoint` to a folder."""
     held: list[SpreadTensors] = []
     names: dict[int, DeferredTensor] = {}
 
     def deferred(whole: Tensor) -> Tensor:
         if whole.dim() != 2 or whole.nbytes < _LARGE:
             return whole
-        address = whole.data_ptr()  # of a table that has two names there is one
+        address = whole.data_ptr()  # a table with two names is one tensor
         if address not in names:
             rows, columns = whole.shape
             place = slice(0, rows), slice(0, columns)
@@ -66,14 +66,14 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
 
     Args:
         path: a file or a folder.
-        weights_only: refuse what is more than tensors and numbers, and would run code to be read.
+        weights_only: refuse a checkpoint that holds more than tensors and numbers, because reading it would run code.
 
     Returns:
-        A file that is gone when it is closed; on the disk of temporary files it takes the room of a whole checkpoint.
+        A file that is deleted when it is closed. It takes the size of a whole checkpoint on the disk of temporary files.
 
     Raises:
         ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     if not Path(path).is_dir():
         return open(path, "rb")
@@ -84,11 +84,11 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
 
 
 def changed_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return the rows of tables that differ between two checkpoints, for who serves them and holds the old one.
+    """Return the rows of tables that differ between two checkpoints, to update a server that has the old one.
 
     Args:
-        old: what :func:`read_checkpoint` returned.
-        new: the same, of a later checkpoint of the same module.
+        old: a result of :func:`read_checkpoint`.
+        new: a result for a later checkpoint of the same module.
 
     Returns:
         For each matrix in the state dict that differs, by its name: ``ids``, int64 of shape ``[changed]``, ascending, and
@@ -115,7 +115,7 @@ def changed_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, di
 def _changed(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> dict[str, Tensor] | None:
     ids, rows = [], []
     for here, earlier, later in _side_by_side(before, after):
-        # as bits: a row of NaN has not changed
+        # compare bits, because NaN differs from itself
         differs = (earlier.view(torch.uint8) != later.view(torch.uint8)).any(dim=1)
         ids.append(here[differs])
         rows.append(later[differs])
@@ -124,7 +124,7 @@ def _changed(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> dic
 
 
 def _side_by_side(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the ids of some rows, and these rows of either."""
+    """Yield ids and the rows of both, part by part."""
     if isinstance(before, StoredTensor) and isinstance(after, StoredTensor) and before.order == after.order:
         for (ids, earlier), (_, later) in zip(before.rows(), after.rows()):
             yield ids, earlier, later
@@ -152,7 +152,7 @@ class _FromFolder(Deferral):
         self._known: dict[str, DeferredTensor] = {}
 
     def defer(self, stored: StoredTensor) -> DeferredTensor:
-        """Return what stands for a tensor; of one that has two names there is one."""
+        """Return the placeholder of a tensor; a tensor with two names has one."""
         if stored.name not in self._known:
             self._stored.append(stored)
             self._known[stored.name] = self.stand_in((stored.name,), tuple(stored.shape), stored.dtype)

@@ -1,4 +1,4 @@
-"""Tensors that are gathered when a checkpoint is written, one after the other, so that no rank ever holds them all."""
+"""Tensors that are gathered one after the other while a checkpoint is written, so that no rank holds all of them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _HARMLESS = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tenso
 
 
 class DeferredTensor(Tensor):
-    """Stands in a checkpoint for a tensor that is spread over the ranks, until the checkpoint is written.
+    """Placeholder in a checkpoint for a tensor that is spread over the ranks, until the checkpoint is written.
 
-    It has its shape and dtype, and no values: its memory is reserved and never touched.
+    It has the tensor's shape and dtype, and no values: its memory is reserved and never touched.
 
     Attributes:
-        key: of the tensor.
+        key: key of the tensor.
     """
 
     key: Key
 
     @classmethod
     def standing_for(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Return a stand-in for a tensor."""
+        """Return a placeholder for a tensor."""
         size = dtype.itemsize
         for length in shape:
             size *= length
@@ -58,40 +58,40 @@ class DeferredTensor(Tensor):
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def storage_of(self) -> torch.UntypedStorage:
-        """Return its memory, by which a pickler knows it."""
+        """Return the storage, by which a pickler identifies the tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.untyped_storage()
 
 
 class Deferral(ABC):
-    """All that stand in one checkpoint, and where their values come from."""
+    """The placeholders in one checkpoint, and the source of their values."""
 
     def __init__(self) -> None:
         self._tensors: list[DeferredTensor] = []
 
     def stand_in(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredTensor:
-        """Return another stand-in; its number is how many there were before."""
+        """Return another placeholder; placeholders are numbered from 0."""
         self._tensors.append(DeferredTensor.standing_for(key, shape, dtype))
         return self._tensors[-1]
 
     def numbers_by_storage(self) -> dict[int, int]:
-        """Return the number of each stand-in that has memory, by the address of torch's storage."""
+        """Return the number of each placeholder that has memory, by the address of torch's storage."""
         storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
         return {storage._cdata: number for number, storage in storages if storage.nbytes()}
 
     @abstractmethod
     def fetch(self, number: int) -> Tensor:
-        """Return the values of a stand-in."""
+        """Return the values of a placeholder."""
 
 
 class DeferredTensors(Deferral):
-    """Stand-ins for tensors that are spread over the ranks, whose values rank 0 gets from the others.
+    """Placeholders for tensors that are spread over the ranks. Rank 0 receives their values from the others.
 
     Args:
-        device: of the default group's messages.
+        device: device of the default group's messages.
 
     Attributes:
-        held: what they stand for, in the order in which they were deferred, on every rank the same.
+        held: the tensors in the order in which they were deferred, the same on every rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class DeferredTensors(Deferral):
         self._sources: list[SpreadTensors] = []
 
     def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:
-        """Return a stand-in for each of these tensors, by key."""
+        """Return a placeholder for each of the tensors, by key."""
         pieces = {key: spread.piece(key) for key in spread.keys}
         self.held.append(spread)
         self._sources += [spread] * len(pieces)
@@ -109,31 +109,31 @@ class DeferredTensors(Deferral):
 
     @override
     def fetch(self, number: int) -> Tensor:
-        """Return the values of a stand-in, on rank 0, which asks the others for them; they must be in :meth:`serve`."""
-        self._tell(number)
+        """Return the values of a placeholder on rank 0, which requests them; the other ranks must be in :meth:`serve`."""
+        self._send(number)
         whole = self._sources[number].gather(self._tensors[number].key)
         assert whole is not None
         return whole
 
     def finish(self, failed: bool) -> None:
-        """Tell the other ranks that rank 0 needs nothing more."""
-        self._tell(_FAILED if failed else _DONE)
+        """Tell the other ranks that rank 0 needs no more values."""
+        self._send(_FAILED if failed else _DONE)
 
     def serve(self) -> None:
-        """Send rank 0 what it asks for, until it has all.
+        """Send the values that rank 0 requests, until it needs no more.
 
         Raises:
             RuntimeError: rank 0 could not write the checkpoint.
         """
-        while (number := self._told()) >= 0:
+        while (number := self._receive()) >= 0:
             self._sources[number].gather(self._tensors[number].key)
         if number == _FAILED:
             raise RuntimeError("rank 0 could not write the checkpoint: its own error says why")
 
-    def _tell(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         dist.broadcast(torch.tensor([number], device=self._device), src=0)
 
-    def _told(self) -> int:
-        told = torch.empty(1, dtype=torch.int64, device=self._device)
-        dist.broadcast(told, src=0)
-        return int(told)
+    def _receive(self) -> int:
+        number = torch.empty(1, dtype=torch.int64, device=self._device)
+        dist.broadcast(number, src=0)
+        return int(number)

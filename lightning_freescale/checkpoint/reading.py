@@ -1,4 +1,4 @@
-"""Read a checkpoint, in one file or in a folder, and find one that is whole."""
+"""Read a checkpoint, in one file or in a folder, and find one that is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING = "it is not there"
 
 
 def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return a checkpoint; large tensors stay where they are until they are used.
+    """Return a checkpoint; large tensors are read when they are used.
 
     Raises:
         ValueError: it is no checkpoint of the Trainer, or holds more than tensors and numbers, and ``weights_only``.
@@ -42,15 +42,15 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def check(path: Path, *, together: bool) -> None:
-    """Find out whether a checkpoint is whole, by its checksums.
+    """Check by its checksums that a checkpoint is complete.
 
     Args:
         path: the file or folder.
-        together: all ranks are here, and each reads some of it. Collective.
+        together: all ranks call the function, and each reads a share. Collective.
 
     Raises:
-        FileNotFoundError: it is not there, on no rank.
-        ValueError: it is not whole, on some rank.
+        FileNotFoundError: no rank finds it.
+        ValueError: it is not complete on some rank.
     """
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
     reason = _format(path).damage(path, rank, ranks) if path.exists() else _MISSING
@@ -66,7 +66,7 @@ def check(path: Path, *, together: bool) -> None:
 
 
 def newest_whole_beside(path: Path) -> Path | None:
-    """Return the newest other checkpoint of a checkpoint's folder that is whole; None if there is none. Collective."""
+    """Return the newest other complete checkpoint beside a checkpoint; None if there is none. Collective."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
     named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
     for name in gather_objects(named)[0] if dist.is_initialized() else named:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def gather_accumulated(
     wait: bool, module: nn.Module, sharded: Container[str], engine: OverlapEngine | None
 ) -> list[dict[str, Any]]:
-    """Return on rank 0 what every rank has accumulated; nothing if no rank has, and on the others. Collective.
+    """Return on rank 0 the accumulated gradients of every rank; an empty list if there are none. Collective.
 
     Args:
-        wait: whether this rank has.
-        module: whose dense parameters hold gradients.
+        wait: whether this rank has accumulated gradients.
+        module: the module, whose dense parameters hold gradients.
         sharded: names of its parameters that do not.
-        engine: has those of the tables, drained; None without.
+        engine: the drained engine, which holds the gradients of the tables; None without overlap.
     """
     if not any(gather_objects(wait)):
         return []
@@ -41,17 +41,15 @@ def gather_accumulated(
 def restore_accumulated(
     ranks: list[dict[str, Any]], module: nn.Module, sharded: Container[str], wrapped: nn.Module, engine: OverlapEngine | None
 ) -> None:
-    """Take this rank's part of what :func:`gather_accumulated` has returned, before the first step.
+    """Restore this rank's part of a result of :func:`gather_accumulated`, before the first step.
 
     Args:
-        ranks: of every rank.
-        module: as there.
-        sharded: as there.
+        ranks: the result.
+        module, sharded, engine: as for :func:`gather_accumulated`.
         wrapped: the module, or the DistributedDataParallel around it.
-        engine: as there.
 
     Raises:
-        ValueError: it is of another number of ranks, or of parameters or tables that are not there now.
+        ValueError: the result has another number of ranks, or parameters or tables that this run does not have.
     """
     if len(ranks) != dist.get_world_size():
         raise ValueError(
@@ -93,7 +91,7 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
-    """Take this rank's state from the states of all ranks; on another world size warn and leave the states alone."""
+    """Set this rank's state; with another world size warn and change nothing."""
     if len(states) != dist.get_world_size():
         warnings.warn(
             f"the checkpoint holds the random states of {len(states)} ranks, this run has {dist.get_world_size()}: dropout and "
@@ -120,9 +118,9 @@ def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None
 
 @contextmanager
 def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
-    """Enter this around a backward: ``order`` gets the names of what DDP reduces, in the order in which gradients come.
+    """Add to ``order``, during a backward, the names of the parameters that DDP reduces, in the order of their gradients.
 
-    It stays as it is if it holds names, if nothing is reduced, and where DDP never changes its buckets.
+    ``order`` does not change if it holds names, if nothing is reduced, or if DDP never changes its buckets.
     """
     if order or not isinstance(model, DistributedDataParallel) or not _changes_buckets(model):
         yield
@@ -143,9 +141,9 @@ def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
 
 
 def lay_out_buckets(model: nn.Module | None, order: Sequence[str]) -> bool:
-    """Have DDP lay its buckets out for gradients that come in this order; returns whether it did. Collective.
+    """Have DDP lay out its buckets for gradients in this order, and return whether it did. Collective.
 
-    It reduces zeros once. Not if the module has other parameters than the run had, whose buckets are others in any case.
+    DDP reduces zeros once. If the module has other parameters than the run had, nothing is done.
     """
     if not isinstance(model, DistributedDataParallel) or not _changes_buckets(model) or not order:
         return False

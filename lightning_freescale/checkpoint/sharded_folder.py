@@ -1,7 +1,7 @@
-"""A checkpoint in a folder, to which every rank writes its part of the tables: whole or not there, checked before it is read.
+"""Write and read a checkpoint in a folder, atomically, each rank its part of the tables, and check it before it is read.
 
-``meta.pt`` holds what is no table, as ``torch.load`` reads it. ``*.distcp`` and ``.metadata`` hold the tables, as
-torch.distributed.checkpoint reads them. ``freescale.json`` comes last, and says what the others must be.
+``meta.pt`` holds all entries but the tables, in the format of ``torch.load``. ``*.distcp`` and ``.metadata`` hold the tables,
+in the format of torch.distributed.checkpoint. ``freescale.json`` is written last, and has the size and checksum of each file.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ T = TypeVar("T")
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
-    """Write a checkpoint, with this rank's pieces of what is deferred in it. Collective on ``group``.
+    """Write a checkpoint, with this rank's pieces of its deferred tensors. Collective on ``group``.
 
-    It is written beside ``folder``, and takes its place when it is whole and on the disk.
+    It is written beside ``folder``, and renamed to ``folder`` when it is complete and on the disk.
 
     Args:
-        checkpoint: on rank 0.
-        folder: on a file system that all ranks share.
+        checkpoint: the checkpoint, on rank 0.
+        folder: a folder on a file system that all ranks share.
         spread: the tensors that are deferred in it.
-        group: of all ranks, for tensors on the CPU; None if there is one.
+        group: process group of all ranks, for tensors on the CPU; None if there is one rank.
 
     Raises:
-        RuntimeError: a rank could not; on every rank.
+        RuntimeError: a rank could not write; raised on every rank.
     """
     rank, beside = 0 if group is None else group.rank(), folder.with_name(f".{folder.name}.part")
     what = f"the checkpoint {folder} could not be written"
@@ -84,7 +84,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
 
 
 def read(folder: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint; tables and states stay in the folder, as :class:`.StoredTensor`."""
+    """Read a checkpoint; tables and their states stay in the folder, as :class:`.StoredTensor`."""
     described, pieces = _manifest(folder)["tensors"], StoredPieces(folder)
 
     def stored(leaf: str) -> Any:
@@ -100,7 +100,7 @@ def read(folder: Path, weights_only: bool | None) -> Any:
 
 
 def damage(folder: Path, rank: int, ranks: int) -> str:
-    """Return what is wrong with a folder, as far as this rank's share of its files tells; empty if nothing is."""
+    """Return the damage to this rank's share of a folder's files; empty if there is none."""
     try:
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:
@@ -116,10 +116,10 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """Return what the checkpoint must be.
+    """Return the manifest.
 
     Raises:
-        ValueError: it does not say.
+        ValueError: it is missing or damaged.
     """
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"it has no {MANIFEST}: no sharded checkpoint of strategy 'freescale', or not written to its end")
@@ -164,10 +164,10 @@ def _crc_of_file(path: Path) -> int:
 
 
 def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what each rank's ``do`` returns, by rank, on every rank. Collective.
+    """Return the results of ``do`` by rank, on every rank. Collective.
 
     Raises:
-        RuntimeError: it has raised on some rank.
+        RuntimeError: ``do`` raised on some rank.
     """
     done, error = None, None
     try:
@@ -176,7 +176,7 @@ def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | 
         error = raised
     mine = done, error and f"{type(error).__name__}: {error}"
     found = [mine] if group is None else gather_objects(mine, group)
-    failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told]
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
     if failed:
         raise RuntimeError(f"{what}: {'; '.join(failed)}") from error
     return [done for done, _ in found]

@@ -1,6 +1,6 @@
-"""A checkpoint in one file, as ``torch.load`` reads it: whole or not there, and checked before it is read.
+"""Write and read a checkpoint in one file that ``torch.load`` can read, atomically, and check it before it is read.
 
-Its tables are written one after the other, and mapped into memory where they are read, so that nobody holds them all.
+The tables are written one after the other, and mapped into memory when they are read, so that no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTe
 _READ_AT_ONCE = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
-"""What of a checkpoint stays in the mapped file, because whoever takes it makes a copy."""
+"""Entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
 
 def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
-    """Write a checkpoint, with the values of what is deferred in it, on rank 0. Collective.
+    """Write a checkpoint, with the values of its deferred tensors, on rank 0. Collective.
 
-    It is written beside ``path``, and takes its place when it is whole and on the disk.
+    It is written beside ``path``, and renamed to ``path`` when it is complete and on the disk.
 
     Raises:
         RuntimeError: rank 0 could not write it; raised on the others.
-        OSError: on rank 0, the disk is full say.
+        OSError: the disk is full, for example; raised on rank 0.
     """
     if dist.get_rank():
         deferred.serve()
@@ -50,7 +50,7 @@ def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> 
 
 
 def save(checkpoint: Mapping[str, Any], file: IO[bytes], deferred: Deferral) -> None:
-    """Do as ``torch.save``, and fetch what is deferred when its turn comes."""
+    """Save like ``torch.save``, and fetch the values of a deferred tensor when it is written."""
     with torch.serialization._open_zipfile_writer(file) as archive:
         filling = _Filling(archive, deferred)
         torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
@@ -58,7 +58,7 @@ def save(checkpoint: Mapping[str, Any], file: IO[bytes], deferred: Deferral) -> 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path`` that takes its place when the context ends without an error."""
+    """Yield a file beside ``path`` that replaces it when the context ends without an error."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "wb") as file:
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def take_place(new: Path, path: Path) -> None:
-    """Rename ``new`` to ``path``, be it a file or a folder before; what it was is removed afterwards.
+    """Rename ``new`` to ``path``; a file or folder at ``path`` is removed afterwards.
 
     Raises:
         OSError: they cannot be renamed.
@@ -89,10 +89,10 @@ def take_place(new: Path, path: Path) -> None:
 
 
 def _exchange_names(new: Path, old: Path) -> None:
-    """Give ``new`` the name of ``old`` and the other way round.
+    """Exchange the names of ``new`` and ``old``.
 
-    A rename takes the place of an empty folder only. Linux exchanges names in one step on most file systems; elsewhere ``old``
-    is away for a moment, and stays under the name of ``new`` with ``.old`` behind it if the process dies in it.
+    A rename can replace empty folders only. Linux exchanges names in one step on most file systems. Elsewhere ``old`` is
+    missing for a moment; if the process ends then, it stays under the name of ``new`` with the suffix ``.old``.
 
     Raises:
         OSError: they cannot be renamed.
@@ -108,7 +108,7 @@ def _exchange_names(new: Path, old: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the folder's names are on the disk."""
+    """Wait until the names in the folder are on the disk."""
     held = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(held)
@@ -117,7 +117,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint: weights and optimizer states stay in the file, mapped, all else is in memory.
+    """Read a checkpoint: weights and optimizer states stay in the mapped file, all other entries are in memory.
 
     Raises:
         UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
@@ -125,14 +125,14 @@ def read(path: Path, weights_only: bool | None) -> Any:
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if not isinstance(found, dict):
         return found
-    # somebody may keep what he gets of it, and the file may be written anew meanwhile
+    # a callback may keep its entries while the file is written again
     kept = {name: value for name, value in found.items() if name in _SHARED}
     rest = {name: value for name, value in found.items() if name not in _SHARED}
     return {**kept, **pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, rest)}
 
 
 def damage(path: Path, rank: int, ranks: int) -> str:
-    """Return what is wrong with a file, as far as this rank's share of its records tells; empty if nothing is."""
+    """Return the damage to this rank's share of a file's records; empty if there is none."""
     if not path.stat().st_size:
         return "it is empty"
     if not zipfile.is_zipfile(path):
@@ -150,7 +150,7 @@ def damage(path: Path, rank: int, ranks: int) -> str:
 
 
 class _Filling:
-    """torch's writer of archives, that gets what is deferred when its turn comes."""
+    """torch's archive writer, which fetches the values of a deferred tensor when it is written."""
 
     def __init__(self, archive: Any, deferred: Deferral) -> None:
         self._archive, self._deferred, self._numbers = archive, deferred, deferred.numbers_by_storage()

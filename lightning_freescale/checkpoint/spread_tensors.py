@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds pieces: the weights of sharded tables, and their optimizer states."""
+"""Tensors that are divided among the ranks: the weights of sharded tables, and their optimizer states."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard
 
 Key = tuple[str, ...]
-"""Of a table's weight its key, of a state of it that key and the state's name."""
+"""The key of a table for its weight; that key and the name of a state for an optimizer state."""
 
 _MESSAGE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Which part of a whole tensor a rank holds.
+    """Description of the part of a whole tensor that a rank holds.
 
     Attributes:
-        key: of the whole tensor.
-        shape: of the whole tensor.
-        dtype: of both.
+        key: key of the whole tensor.
+        shape: shape of the whole tensor.
+        dtype: dtype of both.
         place: rows, by their positions in ``order``, and columns of the piece; empty if it is the whole.
-        order: in which the rows of the table lie.
+        order: order of the table's rows.
     """
 
     key: Key
@@ -42,51 +42,51 @@ class Piece:
 
     @classmethod
     def of(cls, shard: Shard, key: Key, value: Tensor) -> Piece:
-        """Return what ``value``, the weight or a state of a shard, is of the whole."""
+        """Return the piece that ``value``, the weight or a state of a shard, is of the whole tensor."""
         # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
         shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
         return cls(key, shape, value.dtype, shard.place_in(shape), shard.order)
 
     def as_numbers(self) -> tuple[Any, ...]:
-        """Return it as ranks tell each other."""
+        """Return the piece in values that ranks can exchange."""
         order = self.order and (self.order.rows, self.order.multiplier, self.order.offset)
         return self.key, tuple(self.shape), self.dtype, [(each.start, each.stop) for each in self.place], order
 
     @classmethod
-    def from_numbers(cls, told: tuple[Any, ...]) -> Piece:
-        """Return what a rank has told by :meth:`as_numbers`."""
-        key, shape, dtype, place, order = told
+    def from_numbers(cls, values: tuple[Any, ...]) -> Piece:
+        """Return the piece for a result of :meth:`as_numbers`."""
+        key, shape, dtype, place, order = values
         return cls(key, shape, dtype, tuple(slice(*each) for each in place), order and RowOrder(*order))
 
     def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
-        """Put rows of the piece where they belong, those that come ``after`` so many others."""
+        """Copy rows of the piece to their places in the whole tensor; ``after`` is the number of rows before them."""
         if self.order is None:
             whole.copy_(values)
         else:
             self.order.write(values, self.place[0].start + after, self.columns(whole))
 
     def columns(self, whole: Tensor) -> Tensor:
-        """Return a view of its columns, of all rows."""
+        """Return a view of the piece's columns, with all rows."""
         return whole[(slice(None), *self.place[1:])]
 
 
 class SpreadTensors:
-    """Tensors by key, of which this rank holds ``own`` pieces. Making it is collective.
+    """Tensors by key, divided among the ranks. The constructor is collective.
 
     Args:
-        own: this rank's pieces, with their values, live.
-        group: of the ranks; None if there is one.
-        device: of the messages, see :meth:`ShardedTables.message_device`.
+        own: this rank's pieces with their live values.
+        group: process group of the ranks; None if there is one rank.
+        device: device of the messages, see :meth:`ShardedTables.message_device`.
 
     Attributes:
-        keys: of the tensors, sorted, the same on every rank.
+        keys: keys of the tensors, sorted, the same on every rank.
         own: this rank's pieces.
     """
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.own, self._group, self._device = list(own), group, device
-        told = [piece.as_numbers() for piece, _ in own]
-        of_ranks = [told] if group is None else gather_objects(told, group)
+        mine = [piece.as_numbers() for piece, _ in own]
+        of_ranks = [mine] if group is None else gather_objects(mine, group)
         self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, number among its own
         for rank, pieces in enumerate(of_ranks):
             for number, piece in enumerate(map(Piece.from_numbers, pieces)):
@@ -94,14 +94,14 @@ class SpreadTensors:
         self.keys = sorted(self._held)
 
     def copied(self) -> Self:
-        """Return the same with copies of this rank's values, in host memory."""
+        """Return the same tensors with copies of this rank's values in host memory."""
         found = copy(self)
         found.own = [(piece, value.detach().to("cpu", copy=True)) for piece, value in self.own]
         found._device = torch.device("cpu")
         return found
 
     def piece(self, key: Key) -> Piece:
-        """Return one of the pieces of a tensor, on every rank the same: for what they have in common."""
+        """Return one of the pieces of a tensor, the same on every rank, for the attributes that all of them share."""
         return self._held[key][0][2]
 
     def gather(self, key: Key) -> Tensor | None:

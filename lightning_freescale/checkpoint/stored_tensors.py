@@ -1,7 +1,7 @@
-"""The tensors in the folder of a sharded checkpoint: every rank writes its pieces and reads those that it needs.
+"""Write and read the tensors in the folder of a sharded checkpoint, each rank its pieces, by torch.distributed.checkpoint.
 
-torch.distributed.checkpoint does both. Rows lie there by their positions, as owners hold them, and not by their ids: so a piece
-is one block, also on another number of ranks.
+The order of rows is that of their positions, as owners hold them, and not that of their ids. So a piece is one block, also on
+another number of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from lightning_freescale.checkpoint.spread_tensors import Key, Piece
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _CHUNK_BYTES = 1 << 24
-"""That are written at once, as DCP makes a copy of what is a part of a larger tensor, and read at once to be sorted."""
+"""Bytes that are written at once, because DCP copies a part of a larger tensor, and read at once to be sorted."""
 _IN_METADATA = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -50,7 +49,7 @@ _IN_METADATA = {
 
 
 def name_of(key: Key) -> str:
-    """Return what a tensor is called in the folder."""
+    """Return the name of a tensor in the folder."""
     return "/".join(key)
 
 
@@ -58,7 +57,7 @@ def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: di
     """Write this rank's pieces. Collective on ``group``, whose tensors are on the CPU; None if there is one rank.
 
     Raises:
-        CheckpointException: a rank could not.
+        CheckpointException: a rank could not write.
     """
     writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(pieces)
     dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
@@ -74,7 +73,7 @@ class StoredPieces:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
-        """Read a block of a tensor, from file to ``into``, which has the block's shape."""
+        """Read a block of a tensor into ``into``, which has the block's shape."""
         if into.numel():
             planner = _LoadPlanner(name, place, into)
             planner.set_up_planner({}, self._metadata)
@@ -83,13 +82,13 @@ class StoredPieces:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a folder, which stands in a checkpoint that was read, and is read itself where it is needed.
+    """A tensor in a folder, in the place of its values in a checkpoint. It is read when it is needed.
 
     Attributes:
-        name: in the folder.
-        shape: of the whole.
-        dtype: of the whole.
-        order: in which its rows lie there; None if it has no rows.
+        name: name in the folder.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor.
+        order: order of its rows in the folder; None if it has no rows.
         pieces: the folder's tensors.
     """
 
@@ -100,7 +99,7 @@ class StoredTensor:
     pieces: StoredPieces
 
     def read(self, place: tuple[slice, ...], order: RowOrder, into: Tensor) -> None:
-        """Read the rows that lie at ``place[0]`` in ``order``, of the columns ``place[1:]``, into ``into``."""
+        """Read the rows at ``place[0]`` in ``order``, columns ``place[1:]``, into ``into``."""
         place += tuple(slice(0, size) for size in self.shape[len(place) :])
         into = into.view([part.stop - part.start for part in place])
         if order == self.order:
@@ -113,7 +112,7 @@ class StoredTensor:
             into[positions[mine] - first] = rows[mine].to(into.device)
 
     def whole(self) -> Tensor:
-        """Return all of it, rows by their ids."""
+        """Return the whole tensor, its rows by their ids."""
         found = torch.empty(self.shape, dtype=self.dtype)
         if self.order is None:
             self.pieces.read(self.name, tuple(slice(0, size) for size in self.shape), found)
@@ -123,7 +122,7 @@ class StoredTensor:
         return found
 
     def rows(self, columns: tuple[slice, ...] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the ids of some rows, and these rows, until all have come, as they lie in the folder."""
+        """Yield ids and rows, part by part, in the folder's order."""
         assert self.order is not None
         columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
@@ -136,7 +135,7 @@ class StoredTensor:
 
 
 def materialized(tree: Any) -> Any:
-    """Return a nested state with all of it read, also what it has of stored tensors."""
+    """Return a nested state in which the stored tensors are read."""
     return pytree.tree_map_only(StoredTensor, StoredTensor.whole, tree)
 
 
@@ -193,14 +192,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's metadata, which are a pickle, and makes nothing but them."""
-
-    def __init__(self, file: BufferedReader) -> None:
-        super().__init__(file)
+    """Reads DCP's metadata, which are a pickle, and no other class."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _IN_METADATA.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the metadata want {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"the metadata contain {module}.{name}, which does not belong there")

@@ -1,6 +1,6 @@
-"""Checkpoints of a sharded module that look as if nothing were sharded.
+"""Checkpoints of a sharded module in the form of the unsharded one.
 
-That costs a gather, and gives files that any other strategy and the plain module can read.
+They cost a gather, and any other strategy and the plain module can read them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
 Hold = Callable[[SpreadTensors], Mapping[Key, Tensor]]
-"""What stands for spread tensors in a state dict: the whole ones, gathered on rank 0, or something that is written later."""
+"""Returns the entries of a state dict for spread tensors: the whole ones, gathered on rank 0, or placeholders."""
 
 
 def module_state_dict(
@@ -37,11 +37,11 @@ def module_state_dict(
     By default tables are whole on rank 0, and other ranks get the dense part.
 
     Args:
-        tables: of the module.
-        sharded: what this rank has.
-        hold: what stands for the tables.
-        shards: of this rank; by default the live ones.
-        kind: what distinguishes them from the live ones in a checkpoint that holds both.
+        tables: the tables of the module.
+        sharded: the state dict of this rank.
+        hold: returns the entries for the tables.
+        shards: this rank's shards; by default the live ones.
+        kind: part of the keys that distinguishes copies from the live tables in a checkpoint with both.
     """
     shards = tables.shards() if shards is None else shards
     own = [(Piece.of(shard, (shard.table.key, *kind), shard.weight), shard.weight) for shard in shards]
@@ -66,17 +66,17 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
     """Load an unsharded state dict into a sharded module, each rank its part of the tables.
 
     Raises:
-        RuntimeError: as ``torch.nn.Module.load_state_dict`` raises it; also if a table or an id map has another size.
-        ValueError: the id map of a table with managed collisions cannot be cut for this number of ranks.
+        RuntimeError: as ``torch.nn.Module.load_state_dict``; also if a table or an id map has another size.
+        ValueError: the id map of a table with managed collisions cannot be divided among this number of ranks.
     """
     module.load_state_dict(loaded_module_state(tables, whole), strict=strict)
 
 
 @torch.no_grad()
 def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tables of an unsharded state dict, and return it with what the sharded module has in their places.
+    """Load the tables of an unsharded state dict, and return it with the sharded module's entries in their places.
 
-    So torch finds missing and unexpected keys as it always does.
+    So torch reports missing and unexpected keys as usual.
     """
     for remapping in id_remappings(tables):
         for prefix in remapping.prefixes:
@@ -95,7 +95,7 @@ def loaded_state(
     """Load this rank's rows of the tables in an unsharded state dict into ``shards``.
 
     Returns:
-        The state dict with what ``held`` has in it.
+        The state dict with the values of ``held`` where both have an entry.
 
     Raises:
         RuntimeError: a table has another size.
@@ -119,9 +119,9 @@ def optimizer_state_dict(
     """Return the state dict of the user's optimizer with its tables in it, by default whole on rank 0. Collective.
 
     Returns:
-        That state dict, and what has no place in it: the numbers of optimizer steps and of each table's updates, the states of
-        the tables that have an optimizer of their own, and for every rank the ids that its maps have seen since they last
-        let new ones in.
+        The state dict, and the values that have no place in it: the numbers of optimizer steps and of each table's updates,
+        the states of tables with an optimizer of their own, and the ids that each rank's maps have seen since they last
+        admitted new ones.
     """
     states: dict[str, dict[str, Tensor]] = {}
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
@@ -140,13 +140,12 @@ def optimizer_state_dict(
 def load_optimizer_state_dict(
     tables: ShardedTables, groups: ParameterGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load what :func:`optimizer_state_dict` returned into the tables, each rank its part.
+    """Load the results of :func:`optimizer_state_dict` into the tables, each rank its part.
 
-    ``full`` is the state dict with the tables in it, ``extra`` what had no place in it; empty for a checkpoint of another
-    strategy.
+    ``full`` is the state dict with the tables, ``extra`` has the other values; it is empty for a checkpoint of another strategy.
 
     Returns:
-        What is left for the dense optimizer.
+        The state dict of the dense optimizer.
 
     Raises:
         ValueError: the checkpoint has updates but no state for a table whose optimizer keeps remapping.
@@ -155,7 +154,7 @@ def load_optimizer_state_dict(
     groups.step = extra.get("updates", step)
     states |= extra.get("in_backward_states", {})
     for key, weight in groups.weights.items():
-        # without a state: a table that was frozen, or that torch's Adam has never updated
+        # a table has no state if it was frozen, or if torch's Adam has never updated it
         stateful = weight.requires_grad and (key in groups.in_backward or groups.has_state(key))
         updates = int(states.get(key, {}).get("step", groups.step if stateful else 0))
         groups.updates[key] = extra.get("table_updates", {}).get(key, updates)
@@ -197,12 +196,12 @@ def merge(
     states: Mapping[str, Any],
     updates: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the state dict that the user's optimizer would have if it had updated the tables too, so often each.
+    """Return the state dict that the user's optimizer would have if it had also updated the tables.
 
-    ``dense`` is the state dict of the optimizer that holds the dense parameters only, ``states`` has those of the tables by
-    name, ``layout`` the parameter names of every group in the order the user gave them, tables included.
+    ``dense`` is the state dict of the optimizer of the dense parameters, ``states`` has those of the tables by name, ``layout``
+    the parameter names of every group in the user's order, tables included, and ``updates`` the number of updates of each table.
     """
-    if "param_groups" not in dense:  # Lightning's stand-in for a module without optimizer
+    if "param_groups" not in dense:  # Lightning's placeholder for a module without optimizer
         return dense
     merged, groups, first = {}, [], 0
     for group, names in zip(dense["param_groups"], layout):
@@ -219,7 +218,7 @@ def merge(
 def split(
     full: dict[str, Any], layout: list[list[str]], tables: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], int]:
-    """Take a state dict of :func:`merge` apart.
+    """Split a state dict of :func:`merge`.
 
     Returns:
         The state dict for the dense optimizer, the states of the tables by name, and the number of updates done.
