@@ -45,8 +45,10 @@ def restore_accumulated(
 
     Args:
         ranks: the result.
-        module, sharded, engine: as for :func:`gather_accumulated`.
+        module: as for :func:`gather_accumulated`.
+        sharded: as for :func:`gather_accumulated`.
         wrapped: the module, or the DistributedDataParallel around it.
+        engine: as for :func:`gather_accumulated`.
 
     Raises:
         ValueError: the result has another number of ranks, or parameters or tables that this run does not have.

@@ -142,7 +142,8 @@ def load_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Load the results of :func:`optimizer_state_dict` into the tables, each rank its part.
 
-    ``full`` is the state dict with the tables, ``extra`` has the other values; it is empty for a checkpoint of another strategy.
+    ``full`` is the state dict with the tables, ``extra`` has the other values. It is empty for a checkpoint of another
+    strategy.
 
     Returns:
         The state dict of the dense optimizer.
@@ -199,7 +200,7 @@ def merge(
     """Return the state dict that the user's optimizer would have if it had also updated the tables.
 
     ``dense`` is the state dict of the optimizer of the dense parameters, ``states`` has those of the tables by name, ``layout``
-    the parameter names of every group in the user's order, tables included, and ``updates`` the number of updates of each table.
+    the parameter names of every group in the user's order, tables included, and ``updates`` the updates of each table.
     """
     if "param_groups" not in dense:  # Lightning's placeholder for a module without optimizer
         return dense
