@@ -43,7 +43,7 @@ class Histories:
 
     @property
     def num_items(self) -> int:
-        """How many different items there are; a table for them needs as many rows."""
+        """The number of different items, which is the number of rows that their table needs."""
         return len(self.item_ids)
 
     @property
@@ -111,7 +111,7 @@ def read_interactions(
     item_of_row, item_ids = _dense(columns.pop(), item, name)
     items = (item_of_row if rows is None else item_of_row[rows]).astype(np.int64)
     del item_of_row
-    pa.default_memory_pool().release_unused()  # of the columns, which are gone if nobody else holds them
+    pa.default_memory_pool().release_unused()  # memory of the columns, unless other code holds them
     if times is None:
         times = np.arange(len(items))
         times -= np.repeat(offsets[:-1], counts)
@@ -210,7 +210,7 @@ def _refuse_missing(columns: list[pa.ChunkedArray], wanted: list[int | str], nam
 
 
 def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """Of every row the place of its id among the ids, and these, sorted."""
+    """Return each row's index into the sorted unique ids, and these ids."""
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
     if not (pa.types.is_integer(kind) or str(kind) in ("string", "large_string", "string_view")):
         raise ValueError(
@@ -245,7 +245,10 @@ def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
 def _by_user(
     values: pa.ChunkedArray, column: int | str, name: str, times: NDArray[Any] | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[Any]]:
-    """Rows by user, of each by time or, without times, as they stand; None if all do. How many each user has, and the ids."""
+    """Return the rows ordered by user and time, None if they are in order; the rows of each user; and the users' ids.
+
+    Without times, the rows of a user keep their order.
+    """
     users, user_ids = _dense(values, column, name)
     counts = np.bincount(users, minlength=len(user_ids))
     by_time = None if times is None or _ascending(times) else _stable_order(times)
@@ -263,9 +266,10 @@ def _ascending(values: NDArray[Any]) -> bool:
 
 
 def _stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
-    """What sorts the keys, equal ones as they stand.
+    """Return indices that sort ``keys`` stably.
 
-    Numbers of rows, packed below the keys, are one sort of integers: a third of the time of a stable sort, in less memory.
+    Row numbers are packed below the keys for one sort of integers. It takes a third of the time of a stable sort, in less
+    memory.
     """
     low, bits = keys.min(), len(keys).bit_length()
     if keys.dtype.kind == "f" or (int(keys.max()) - int(low)).bit_length() + bits > 63:
@@ -291,7 +295,7 @@ def _check_times(
     column: int | str,
 ) -> None:
     def where(place: np.intp) -> tuple[Any, list[int]]:
-        """The user, and the rows of a place and the one before."""
+        """Return the user, and the rows of a place and the one before."""
         user = user_ids[np.searchsorted(offsets, place, side="right") - 1]
         return user, [int(place) - 1, int(place)] if rows is None else rows[place - 1 : place + 1].tolist()
 

@@ -1,4 +1,4 @@
-"""Training data that arrives sample by sample: every rank has a stream of its own."""
+"""Training data that arrives sample by sample, in a stream of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_freescale.data.validation import loss_weight_fn, refuse_options, 
 
 
 class IterableData:
-    """An iterable data set, what its samples cost, and how the ranks share them.
+    """An iterable data set, the costs of its samples, and their assignment to the ranks.
 
     Args:
         dataset: this rank's stream.
@@ -30,8 +30,8 @@ class IterableData:
         collate_fn, num_workers: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
     Attributes:
-        assignment_mode: of :func:`~lightning_freescale.balance.assign`.
-        micro_batches: how many the steps of this fit have.
+        assignment_mode: mode of :func:`~lightning_freescale.balance.assign`.
+        micro_batches: numbers of micro-batches in the steps of this fit.
 
     Raises:
         ValueError: an argument does not fit, or would have no effect.
@@ -70,18 +70,18 @@ class IterableData:
         self._group: dist.ProcessGroup | None = None
         self._given = given
         self.reset_progress()
-        self._make_loader()  # what does not fit is refused now
+        self._make_loader()  # refuses arguments that do not fit now, not when the fit begins
         assign([1.0], 1, assignment_mode=mode)
 
     def reset_progress(self) -> None:
-        """Forget an earlier fit, also one that failed: a new one starts at the beginning."""
+        """Forget an earlier fit, also one that failed, so that a new one starts at the beginning."""
         self.destroy_group()
-        self._states: list[dict[str, Any]] = []  # of the checkpoint's ranks, if it was made inside an epoch
+        self._states: list[dict[str, Any]] = []  # of the ranks of a checkpoint inside an epoch
         self._loader: BalancedStreamLoader | None = None
         self.micro_batches = self._given.new_schedule()
 
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> BalancedStreamLoader:
-        """Return the loader of a rank, from where a checkpoint left it on. Collective."""
+        """Return the loader of a rank, which resumes from a loaded checkpoint. Collective."""
         if world_size > 1 and self._group is None:
             # its own lane: its thread must not queue behind training's collectives, which come first
             lane = LazyGlooOptions(name="samples", priority=-1)
@@ -105,12 +105,12 @@ class IterableData:
         return {"streams": gather_objects(own_state) if world_size > 1 else [own_state]}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
-        """Go on after the samples that the checkpoint's run has consumed; :meth:`loader` says if it cannot."""
+        """Resume after the samples that the checkpoint's run has consumed; :meth:`loader` raises if it cannot."""
         streams = state["streams"]
         self._states = streams if any(stream["batches"] for stream in streams) else []
 
     def destroy_group(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group of the loader."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
@@ -125,7 +125,7 @@ def _sample_cost_fn(lengths: Any, cost: Any) -> Callable[[Any], float]:
     for name, value in (("lengths", lengths), ("cost", cost)):
         if value is not None and not callable(value):
             raise ValueError(
-                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before; pass a "
+                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before the fit; pass a "
                 "function, or a data set that is no IterableDataset"
             )
     return partial(_cost_of_sample, lengths, cost or CostModel())  # not a lambda: Lightning may pickle the data module

@@ -1,4 +1,4 @@
-"""Training data whose samples are all known: how every step is planned, and where a run is in them."""
+"""Training data whose samples are all known, the plan of its steps, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class MapStyleData(SampleCosts):
         given: the arguments of the data module.
 
     Attributes:
-        padding: as in :class:`BalanceOptions`; ``"auto"`` until it is found out.
-        padded_length: length that all batches are padded to; None unless it is found out.
-        counts_are_settled: whether it was chosen if ranks hold equal numbers of samples.
+        padding: as in :class:`BalanceOptions`; ``"auto"`` until it is detected.
+        padded_length: length that all batches are padded to; None unless it is detected.
+        counts_are_settled: whether the choice between equal and unequal numbers of samples is made.
         may_pad: whether steps may be planned for padded batches.
-        micro_batches: how many the steps of this fit have.
+        micro_batches: numbers of micro-batches in the steps of this fit.
 
     Raises:
         ValueError: an argument does not fit, or would have no effect.
@@ -88,7 +88,7 @@ class MapStyleData(SampleCosts):
         self.reset_progress()
 
     def reset_progress(self) -> None:
-        """Forget an earlier fit: a new one starts at the beginning."""
+        """Forget an earlier fit, so that a new one starts at the beginning."""
         self.seed = int(self._given.seed)  # a checkpoint is read without numpy's numbers
         self._resume: tuple[int, int, int | None, list[int] | None, list[Any]] = (0, 0, None, None, [])
         self.refits: dict[int, Refit] = {}
@@ -104,18 +104,18 @@ class MapStyleData(SampleCosts):
 
     @property
     def assignment_mode(self) -> str:
-        """Mode of :func:`~lightning_freescale.balance.assign` in the steps that no loader has read."""
+        """The mode of :func:`~lightning_freescale.balance.assign` in steps that no loader has read."""
         changed = self._padded_steps[-1][2] if self._padded_steps else {}
         return str(changed.get("assignment_mode", self._mode))
 
     @property
     def padding_is_known(self) -> bool:
-        """Whether the first batches need not be observed: how they are padded is known, and to which length."""
+        """Whether the padding of batches is known, and its length, so that the first batches need not be observed."""
         return self.padding in ("none", "batch") or self.padded_length is not None
 
     @property
     def plans_padding(self) -> bool:
-        """Whether steps are planned for padded batches, at the latest those after the ones that loaders have read."""
+        """Whether steps are planned for padded batches, at the latest after the steps that loaders have read."""
         return self.padding == "batch" and bool(self._padded_steps)
 
     # -- the plan
@@ -133,14 +133,14 @@ class MapStyleData(SampleCosts):
         return sampler
 
     def window(self, accumulated: int) -> int:
-        """Return how many steps share their samples out among them, if so many make one optimizer step."""
+        """Return the number of steps that share their samples if ``accumulated`` batches make an optimizer step."""
         return accumulated if self._shares_windows else 1
 
     def resumed_sampler(
         self, rank: int, world_size: int, epoch: int, accumulated: int = 1, limit: int | float = 1.0
     ) -> BalancedSampler:
-        """Return the plan of a rank from where a checkpoint left it on; :meth:`replan` changes it."""
-        window = self.window(accumulated) if world_size > 1 else 1  # a rank alone waits for nobody
+        """Return the plan of a rank, which resumes from a loaded checkpoint; :meth:`replan` changes it."""
+        window = self.window(accumulated) if world_size > 1 else 1  # a single rank waits for no other rank
         given: dict[str, Any] = {"window": window, "limit": limit}
         sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, **given)
         for start, refit in sorted(self.refits.items()):
@@ -150,7 +150,7 @@ class MapStyleData(SampleCosts):
         return sampler
 
     def replan(self, epoch: int, refit: Refit) -> None:
-        """Go by what was found from ``epoch`` on; call it with the same arguments on every rank."""
+        """Plan by the result of a calibration from ``epoch`` on; call it with the same arguments on every rank."""
         before = self.newest_refit or Refit(None, 0.0)
         self.refits[epoch] = refit
         if self._sampler is not None and refit.model != before.model:
@@ -160,9 +160,9 @@ class MapStyleData(SampleCosts):
         """Plan for padded batches from a step on; call it with the same arguments on every rank.
 
         Args:
-            epoch: of the first step.
-            step: that step.
-            **plan: of :meth:`BalancedSampler.pad_from`; if not given, what padded batches gain most by.
+            epoch: epoch of the first step.
+            step: number of the first step.
+            **plan: options of :meth:`BalancedSampler.pad_from`; by default those with the largest gain for padded batches.
         """
         plan = plan or self._padded_mode
         self._padded_steps.append((epoch, step, plan))
@@ -170,7 +170,7 @@ class MapStyleData(SampleCosts):
             self._sampler.pad_from(epoch, step, **plan)
 
     def settle_counts(self, epoch: int, step: int) -> str | None:
-        """Let ranks hold unequal numbers of samples from a step on, if that lowers the bound; call it on every rank.
+        """Plan unequal numbers of samples on the ranks from a step on if that lowers the bound; call it on every rank.
 
         Batches must not be padded.
 
@@ -198,7 +198,7 @@ class MapStyleData(SampleCosts):
         )
 
     def forget_choices(self) -> None:
-        """Plan as before anything was found out, for a strategy that weighs no losses; what was given stays."""
+        """Forget what was detected and chosen, for a strategy that weighs no losses; given options stay."""
         if self._chooses and self._given.options.padding != "batch":
             self.padding, self.padded_length, self.counts_are_settled = self._given.options.padding, None, False
             self._padded_steps.clear()
@@ -209,7 +209,7 @@ class MapStyleData(SampleCosts):
 
     @property
     def epoch_is_cut_anew(self) -> bool:
-        """Whether the epoch at hand has other steps than the ones after it."""
+        """Whether the current epoch has another number of steps than the next ones."""
         return self._sampler is not None and len(self._sampler) != self._sampler.steps_per_epoch
 
     # -- resume
@@ -226,10 +226,10 @@ class MapStyleData(SampleCosts):
         return {**state, **self._order_facts, "costs": self.costs_fact(epoch), "window": window}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
-        """Go on after the samples that the checkpoint's run has consumed.
+        """Resume after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: inside an epoch, this run's order is another: samples would be lost or repeated.
+            ValueError: the checkpoint is inside an epoch, and this run's order is another: samples would be lost or repeated.
         """
         self.load_refits(state, same_ranks=state["ranks"] == world_size)
         self.know_padding(state)
@@ -239,7 +239,7 @@ class MapStyleData(SampleCosts):
         self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
 
     def know_padding(self, state: dict[str, Any]) -> None:
-        """Go by what a checkpoint's run has found out and chosen, unless ``padding`` or ``assignment_mode`` was given."""
+        """Take over what a checkpoint's run has detected and chosen, unless ``padding`` or ``assignment_mode`` was given."""
         steps, padding = state.get("padded_steps", []), state.get("padding", "auto")
         if self.padding in ("auto", padding) and (self.may_pad or not steps):
             self.padding, self.padded_length = padding, state.get("padded_length")
@@ -286,7 +286,7 @@ class MapStyleData(SampleCosts):
 
 
 def map_style_data(trainer: Any) -> MapStyleData | None:
-    """Return what the fit trains on, if a data module plans its steps by the index of every sample."""
+    """Return the training data of the Trainer's data module if its samples are all known."""
     train = getattr(getattr(trainer, "datamodule", None), "train", None)
     return train if isinstance(train, MapStyleData) else None
 

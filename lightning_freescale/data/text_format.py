@@ -33,16 +33,16 @@ TIME_TYPES = (
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a text file holds interactions.
+    """The format of a text file of interactions.
 
     Attributes:
-        delimiter: what stands between two values, one or two bytes in UTF-8.
-        line: what a line holds: one interaction, or a user and all items of that user in order.
+        delimiter: text between two values, one or two bytes in UTF-8.
+        line: content of a line: one interaction, or a user and all items of that user in order.
         skip: lines before the first value: blank ones and the header.
-        skipped_rows: how many of these lines are not empty.
-        columns: how many there are.
+        skipped_rows: number of these lines that are not empty.
+        columns: number of columns.
         wanted: numbers of the columns of users, items and, if there are any, times.
-        times: how the times of the first lines are written; strings if they are no times.
+        times: type of the times in the first lines; strings if they are no times.
     """
 
     delimiter: str
@@ -62,7 +62,7 @@ class TextFormat:
 def find_format(
     path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> TextFormat:
-    """How a file holds the wanted columns; what is given is taken as said, the rest found in the first 64 KiB.
+    """Return the format of a file. Arguments that are None are detected from the first 64 KiB.
 
     Raises:
         ValueError: more than one format fits, or none; names what to pass.
@@ -131,7 +131,7 @@ def _even(rows: list[list[str]]) -> bool:
 
 
 def _holds_histories(splits: dict[str, list[list[str]]], wanted: list[Column]) -> bool:
-    """Whether each line is a user's: of different numbers of values, each with another one first, and no times."""
+    """Return whether each line belongs to a user: lines of unequal length, each with another first value, and no times."""
     if len(wanted) > 2 or any(_even(rows) for rows in splits.values()):
         return False
     return all(len({fields[0] for fields in rows}) == len(rows) for rows in splits.values())
@@ -147,7 +147,7 @@ def _refuse_columns(path: Path, wanted: list[Column]) -> None:
 
 
 def _choose(path: Path, numbers: list[int], splits: dict[str, list[list[str]]], wanted: list[Column], line: Line) -> str:
-    """The delimiter that gives every line as many values, or of histories the only one there is."""
+    """Return the delimiter by which all lines have equally many values, or the only one in lines of histories."""
     fit = splits if line == "user" else {each: rows for each, rows in splits.items() if _even(rows)}
     if not fit:
         delimiter, rows = min(splits.items(), key=lambda split: len(set(map(len, split[1]))))
@@ -169,7 +169,7 @@ def _has_columns(rows: list[list[str]], wanted: list[Column]) -> bool:
 
 
 def ragged(path: Path, where: str, found: int, expected: int, delimiter: str) -> ValueError:
-    """The error of a line or row that has another number of values than the first."""
+    """Return the error for a line or row that has another number of values than the first."""
     return ValueError(
         f"{path}: {where} has {found} values, the first line {expected} (delimiter={delimiter!r}): mend that line or "
         'pass another delimiter=; where each line holds a user and all items in order, pass line="user", time=None'
@@ -195,7 +195,7 @@ def _has_header(path: Path, rows: list[list[str]], wanted: list[Column], header:
 
 
 def _looks_named(rows: list[list[str]]) -> bool | None:
-    """Whether the first line holds names: words above numbers or dates. None if columns do not agree, or none has such."""
+    """Return whether the first line holds names: words above numbers or dates. None if that is not clear."""
     if len(rows) == 1:
         return False if any(map(_NUMBER.fullmatch, rows[0])) else None
     columns = [(first, [value for value in below if value]) for first, *below in zip(*rows) if first]
@@ -204,7 +204,7 @@ def _looks_named(rows: list[list[str]]) -> bool | None:
 
 
 def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[int, ...]:
-    """Numbers of the wanted columns among those of these names.
+    """Return the numbers of the wanted columns among ``names``.
 
     Raises:
         ValueError: there is no such column, or two are wanted for one and the same.

@@ -25,17 +25,17 @@ _STREAMING_SIZES: dict[str, Callable[[Any], int]] = {
 
 
 def is_stream(dataset: Any) -> TypeGuard[IterableDataset[Any]]:
-    """Return whether samples can only be had one after the other.
+    """Return whether samples can only be read one after the other.
 
     The ``StreamingDataset`` of litdata and of MosaicML's streaming is an ``IterableDataset`` and no stream: ``dataset[i]``
-    gives the sample of number ``i``, the same on every rank and in every worker. Of any other ``IterableDataset`` nobody
-    knows what its numbers mean on another rank.
+    returns the sample of number ``i``, the same on every rank and in every worker. In any other ``IterableDataset`` a number
+    may mean another sample on another rank.
     """
     return isinstance(dataset, IterableDataset) and _streaming_size_fn(dataset) is None
 
 
 def size_of(dataset: Any, argument: str) -> int:
-    """Return the number of samples of a map-style data set, of all ranks together; errors call it ``argument``.
+    """Return the number of samples of a map-style data set, for all ranks together; errors name it ``argument``.
 
     Raises:
         ValueError: it is not map-style, or empty.
@@ -49,7 +49,7 @@ def size_of(dataset: Any, argument: str) -> int:
 
 
 def numbers_of_samples(dataset: Any, size: int, **functions: Callable[[Any], Any]) -> dict[str, NDArray[np.float64]]:
-    """Return what functions of one sample give for each, shape ``[size]``, by their names; reads the data set once.
+    """Return the results of functions for every sample, shape ``[size]``, by their names; reads the data set once.
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -71,12 +71,12 @@ def _streaming_size_fn(dataset: Any) -> Callable[[Any], int] | None:
 
 
 def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: int) -> NDArray[np.float64] | None:
-    """Return the weight of every sample in the mean loss, shape ``[size]``; None if all weigh the same.
+    """Return the weight of every sample in the mean loss, shape ``[size]``; None if all weights are equal.
 
-    If nothing weighs anything, no loss is scaled: that is ``"unweighted"``.
+    Weights of 0 leave the losses as they are, for ``"unweighted"``.
 
     Raises:
-        ValueError: there is no such ``loss_reduction``, or ``target_counts`` does not go with it.
+        ValueError: there is no such ``loss_reduction``, or it has no use for ``target_counts``.
     """
     if loss_reduction not in get_args(LossReduction):
         raise ValueError(f"loss_reduction={loss_reduction!r}: choose 'sample_mean', 'target_mean', 'sum' or 'unweighted'")
@@ -93,7 +93,7 @@ def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: in
 
 
 def loss_weight_fn(loss_reduction: str, lengths: Any, target_counts: Any) -> Callable[[Any], float] | None:
-    """Return a function from a sample of a stream to its weight in the mean loss; None if all weigh the same.
+    """Return a function from a sample of a stream to its weight in the mean loss; None if all weights are equal.
 
     Raises:
         ValueError: as in :func:`loss_weights`, or ``target_counts`` is no function.
@@ -116,7 +116,7 @@ def _weigh_nothing(sample: Any) -> float:
 
 
 def refuse_unused(context: str, **given: bool) -> None:
-    """Refuse arguments of the data module that are given (true) although ``context`` makes no use of them.
+    """Refuse arguments of the data module that are given (true) although they have no effect with ``context``.
 
     Raises:
         ValueError: names the first.
@@ -140,11 +140,11 @@ def refuse_options(context: str, options: Any, *names: str) -> None:
 
 
 def check_loader_options(loader_options: Mapping[str, Any], streamed: bool) -> None:
-    """Check the options that go through to ``torch.utils.data.DataLoader``; of a stream, only ``num_workers`` does.
+    """Check the options for ``torch.utils.data.DataLoader``; streams accept only ``num_workers``.
 
     Raises:
         TypeError: torch's loader has no such option.
-        ValueError: the package sets that option itself, or has no use for it.
+        ValueError: the package sets the option itself, or has no use for it.
     """
     for name, value in loader_options.items():
         if name not in _LOADER_DEFAULTS:
