@@ -53,7 +53,7 @@ class AddedProfiler(Callback):
             return file.read().split().count(str(rank))
 
     def _folder(self, log_dir: str, number: int) -> Path | None:
-        """Where the ``number``th fit of the run writes; None for the profiler's own choice."""
+        """Return the folder of the ``number``th fit of the run; None for the profiler's own choice."""
         given = self.options["dirpath"]
         if number == 1:
             return given and Path(given)

@@ -1,4 +1,4 @@
-"""What a run is and what its steps work on, for the bubble profiler."""
+"""Describe a run and the work of its steps to the bubble profiler."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _overlap(strategy: Any) -> str | None:
 
 
 def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
-    """By our strategy, or by users who wrapped their modules themselves."""
+    """Whether our strategy shards tables, or users wrapped their modules themselves."""
     if getattr(trainer.strategy, "tables", None) is not None:
         return True
     torchrec = sys.modules.get("torchrec.distributed.types")  # a module that is not imported shards nothing
@@ -72,7 +72,7 @@ def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
-    """How many; tables whole, of which a rank holds a part, so that a run compares with one under another strategy."""
+    """Count parameters; tables count whole, although a rank holds a part, so that runs of other strategies compare."""
     tables: Any = getattr(trainer.strategy, "tables", None)
     if tables is None:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -213,7 +213,7 @@ def samples_in(batch: Any, most: int | None = None) -> int:
 
 
 def _sizes(batch: Any) -> Iterator[int]:
-    """First dimensions of the tensors, and how many samples jagged ones have."""
+    """Yield first dimensions of the tensors, and the numbers of samples of jagged ones."""
     for leaf in pytree.tree_leaves(batch, is_leaf=lambda value: _is_jagged(value) or _is_record(value)):
         if isinstance(leaf, torch.Tensor):
             yield from (leaf.size(0),) if leaf.is_nested else leaf.shape[:1]

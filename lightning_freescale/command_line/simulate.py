@@ -82,7 +82,7 @@ def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> Training
 
 
 def _measured_load(options: argparse.Namespace, others: dict[str, Any]) -> TrainingLoad:
-    """Of the run that a report is about: compute by a fit to its steps, and the time of its host."""
+    """Return the load of a reported run: compute by a fit to its steps, and the time of its host."""
     try:
         document = json.loads(options.report.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -120,7 +120,7 @@ def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", 
 
 
 def _variants(options: argparse.Namespace) -> Mapping[str, Techniques]:
-    """All by default; of those chosen one after the other, each with what stands before it."""
+    """Return all techniques by default; else those chosen, each together with the ones before it."""
     if options.techniques is None:
         return LADDER
     variants, chosen = {"plain": Techniques()}, dict[str, Any]()

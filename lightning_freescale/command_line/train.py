@@ -65,14 +65,14 @@ def _nearest(message: str, parser: Any) -> str:
 
 
 def _given_text() -> str:
-    """The command line, and the configs that it names."""
+    """Return the command line, and the configs that it names."""
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
     files = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and os.path.isfile(word)]
     return "\n".join([*sys.argv[1:], *(Path(file).read_text() for file in files)])
 
 
 def _parameters(path: str) -> set[str]:
-    """What the class or function of this path takes, and what it passes on to its bases."""
+    """Return the parameters of the class or function at this path, and of its bases."""
     module, _, name = path.rpartition(".")
     while module:
         try:

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: numpy and torch alone, for any training loop.
+"""A profiler of where the time of a training step goes, for any training loop; it needs numpy and torch alone.
 
 Time takes four forms on its way from the code that spends it to the page:
 
@@ -6,7 +6,7 @@ Time takes four forms on its way from the code that spends it to the page:
 2. ``Interval`` and ``ResolvedCollective`` of a ``ResolvedStep``: seconds on rank 0's clock. A step's spans may overlap;
    ``intervals_of`` cuts it so that every moment lies in one interval.
 3. Sums of intervals: ``StepBreakdown`` of a step, ``RankSegments`` between its collectives.
-4. What is shown: rows of the report, and slices of the trace.
+4. Rows of the report, and slices of the trace.
 """
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, attribute, bubble

@@ -1,4 +1,4 @@
-"""Where each rank stands when a run hangs, as one document for all ranks, and as the table that is printed."""
+"""Observe where a rank stands when a run hangs, and show all ranks as a document and as a printed table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDTH = 120
 _CODE = 60
 """Characters of a line of code that are shown."""
 Standing = Mapping[str, Any]
-"""Of one rank, see :meth:`RankObserver.standing`."""
+"""The standing of one rank, see :meth:`RankObserver.standing`."""
 
 
 class RankObserver:

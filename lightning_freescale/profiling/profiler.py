@@ -278,7 +278,7 @@ class ReportFiles(dict[str, Path]):
         self._lock = threading.Lock()  # the thread aside refreshes while the training thread may write the last report
 
     def window(self, rank: int) -> Path:
-        """Where a rank leaves what torch.profiler writes; alone in their folder, all of which other tools read."""
+        """Return the file for what torch.profiler writes on a rank, in a folder of its own for other tools."""
         return self.folder / "torch_profiler" / f"rank_{rank}.json.gz"
 
     def problem(self) -> str | None:

@@ -26,12 +26,12 @@ _SECTIONS = {
     **dict.fromkeys(combinations_with_replacement(reversed(COMPUTE), 2), "between optimizers"),
     **dict.fromkeys(product(COMPUTE, ("", "data")), "hooks after the step"),
 }
-"""Where a loop and its hooks run between two stages that follow each other. A gap elsewhere, as in a loop that skips a stage,
+"""The section of the loop or its hooks that runs between two stages. A gap elsewhere, as in a loop that skips a stage,
 is unexplained: calling all the rest overhead, so that the sum fits, would never show that something is missed."""
 
 
 class Arrival(NamedTuple):
-    """Which rank arrived last at an exchange, and when."""
+    """The rank that arrived last at an exchange, and when."""
 
     seconds: float
     rank: int

@@ -47,7 +47,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlannedBalance:
-    """The same of all steps: means, each step weighted by its compute, and the largest ``tokens_fullest``.
+    """The planned balance of all steps: means, weighted by the steps' compute, and the largest ``tokens_fullest``.
 
     Attributes:
         gap: how far ``balanced`` is above ``lower_bound``, as a share of it; None if the samples stayed as drawn.

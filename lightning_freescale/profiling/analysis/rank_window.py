@@ -30,7 +30,7 @@ _TOGETHER = 1e-3
 
 @dataclass
 class ExchangeSums:
-    """Of all exchanges of one name on one rank: seconds, bytes, and how often this rank came last.
+    """Sums over all exchanges of one name on one rank: seconds, bytes, and how often this rank came last.
 
     ``unknown`` counts those whose bytes are unknown.
     """
@@ -208,7 +208,7 @@ def _in_order(collectives: Sequence[ResolvedCollective]) -> list[int]:
 
 
 def _work(intervals: Sequence[Interval], bounds: Floats) -> Floats:
-    """Seconds of each kind of work between one bound and the next, shape ``[len(bounds) - 1, 4]``."""
+    """Return seconds of each kind of work between one bound and the next, shape ``[len(bounds) - 1, 4]``."""
     work = [interval for interval in intervals if interval.kind not in WAITS]
     starts = np.array([interval.start for interval in work])
     ends = np.array([interval.end for interval in work])

@@ -1,4 +1,4 @@
-"""How long the run would have taken without each cause of bubbles, by replays of its steps."""
+"""Estimate by replays of its steps how long a run would have taken without each cause of bubbles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PREDICTED = "predicted: compute is taken to be proportional to the computed tok
 
 @dataclass(frozen=True)
 class Contention:
-    """What exchanges under way do to compute.
+    """The effect of exchanges under way on compute.
 
     Attributes:
         share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if that is unknown.
@@ -77,7 +77,7 @@ def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Cont
 
 
 def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[np.intp]) -> tuple[float, float]:
-    """Coefficient of the first column and its standard error, which allows for noise that a step's ranks have in common."""
+    """Return the coefficient of the first column and its standard error, allowing for noise that a step's ranks share."""
     weight = np.ones(len(y))
     for _ in range(_REWEIGHTINGS):
         x, centred = _within(columns, weight, rank), _within(y[:, None], weight, rank)[:, 0]
@@ -96,7 +96,7 @@ def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[n
 
 
 def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
-    """Less the weighted mean of the rank."""
+    """Return the values less the weighted mean of their rank."""
     total = np.bincount(rank, weight)
     means = [np.bincount(rank, weight * column) / np.where(total > 0, total, 1.0) for column in values.T]
     return values - np.stack([mean[rank] for mean in means], axis=1)
@@ -172,7 +172,7 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
 
 
 def _of_equal_histories(replay: Replay, expected: Floats) -> Floats:
-    """Compute if all ranks had the mean of the samples' costs, each as slow at it as it was: slow ranks stay so."""
+    """Return compute if all ranks had the mean of the samples' costs, each as slow at it as it was: slow ranks stay so."""
     costs = expected[replay.schedule.steps]
     return replay.compute * np.where(costs > 0, costs.mean(axis=1, keepdims=True) / np.where(costs > 0, costs, 1.0), 1.0)
 

@@ -1,4 +1,4 @@
-"""What rank 0 keeps of all ranks' steps, and the report that comes of it."""
+"""Rank 0's history of the steps of all ranks, and the report that it makes of them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class History:
     def _what_if(
         self, breakdown: Floats, expected: Floats | None, padding: float | None
     ) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
-        """What-ifs, and which of the report's steps they are of: the last ones, those with divided waits if that are enough."""
+        """Return what-ifs, and the steps they are of: the last ones, or those of them with divided waits if these suffice."""
         segments = list(self._segments)[-max(1, _REPLAYED_OF_RANKS // breakdown.shape[1]) :]
         last = np.arange(len(breakdown))[-len(segments) :]
         divided = ~column(breakdown[last], "wait").any(axis=1)
@@ -149,7 +149,7 @@ class History:
         return sum(steps for steps, *_ in self._sums)
 
     def _host_sections(self) -> dict[str, float]:
-        """Seconds per step by section, mean over ranks."""
+        """Return seconds per step by section, as a mean over ranks."""
         seconds: dict[str, float] = {}
         steps = self._summed_steps()
         for _, _, ranks in self._sums:
@@ -158,7 +158,7 @@ class History:
         return seconds
 
     def _exchange_sums(self) -> list[dict[str, ExchangeSums]]:
-        """Sums by name of exchange, for every rank."""
+        """Return sums by name of exchange, for every rank."""
         ranks: list[dict[str, ExchangeSums]] = [{} for _ in self._sums[0][1]]
         for _, window, _ in self._sums:
             for mine, exchanges in zip(ranks, window):
@@ -198,13 +198,13 @@ def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: Memory
 
 
 def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
-    """Of the rank that holds most, in bytes, and how uneven it is."""
+    """Return the memory of the rank that holds most, in bytes, and its imbalance."""
     most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
     return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
 
 
 def _slowest_rank(breakdown: Floats) -> float | None:
-    """The rank that others wait for: it waits least in exchanges itself. None if there is one rank."""
+    """Return the rank that waits least in exchanges, for which the others wait; None if there is one rank."""
     if breakdown.shape[1] == 1:
         return None
     waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
@@ -212,12 +212,12 @@ def _slowest_rank(breakdown: Floats) -> float | None:
 
 
 def _known(values: Sequence[Sequence[Any]]) -> Floats | None:
-    """Numbers by step and rank, or None if one of them is not known."""
+    """Return an array by step and rank; None if one of the values is unknown."""
     return None if any(one is None for row in values for one in row) else np.array(values, dtype=np.float64)
 
 
 def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) -> MemoryWindows | None:
-    """The windows of which every rank's memory is known; None if there are none."""
+    """Return the windows in which the memory of every rank is known; None if there are none."""
     steps = [step for step, readings in windows if None not in readings]
     known = [[one for one in readings if one is not None] for _, readings in windows if None not in readings]
     if not known:
@@ -228,7 +228,7 @@ def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) ->
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:
-    """The traced step of median length, every rank's intervals in seconds from its start."""
+    """Return the traced step of median length, with every rank's intervals in seconds from its start."""
     chosen = sorted(traced, key=lambda row: max(wall_of(step) for step in row))[(len(traced) - 1) // 2]
     arrivals = last_arrivals(map(arrivals_of, chosen))
     origin = min(step.start for step in chosen)

@@ -26,7 +26,7 @@ _TOO_UNCERTAIN = 0.02
 _FIRST_SYNC, _SYNC_EVERY = 5.0, 60.0
 """Seconds until the ranks compare their clocks again, twice as long each time, up to the second."""
 _ROUNDS = 12
-"""Of a comparison while training goes on: it takes a few milliseconds."""
+"""Round trips of a comparison while training goes on, which takes a few milliseconds."""
 
 
 def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What can be seen of DistributedDataParallel's own exchanges, which it runs itself."""
+"""Record the exchanges that DistributedDataParallel runs itself, as far as they can be observed."""
 
 from __future__ import annotations
 

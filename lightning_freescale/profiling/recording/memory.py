@@ -1,4 +1,4 @@
-"""How much memory each rank holds, read without waiting for the device, and how it develops over a run."""
+"""The memory that each rank holds, read without waiting for the device, and its growth over a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
 
 
 class MemoryReading(NamedTuple):
-    """What a rank holds at one moment, in bytes.
+    """The memory of a rank at one moment, in bytes.
 
     Attributes:
         current: held now.
@@ -67,7 +67,7 @@ def _allocated(device: torch.device) -> MemoryReading:
 
 
 def _resident() -> MemoryReading:
-    """Of this process: its anonymous memory, because what it maps from files and shares is not its own.
+    """Read this process's anonymous memory, because what it maps from files and shares is not its own.
 
     The kernel keeps the peak of all of it; the files mapped by now are taken off, which hardly ever become fewer.
     """
@@ -77,7 +77,7 @@ def _resident() -> MemoryReading:
 
 
 def _status() -> dict[str, int]:
-    """The kernel's sizes of this process, in bytes."""
+    """Read the kernel's sizes of this process, in bytes."""
     lines = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * _KB for name, size, _ in lines}
 
@@ -138,13 +138,13 @@ def _grows(held: Floats) -> bool:
 
 
 def _fewer(held: Floats) -> tuple[Floats, Floats]:
-    """When and how much: medians of neighbours where there are many."""
+    """Return windows and memory, as medians of neighbours where there are many."""
     groups = np.array_split(np.arange(len(held)), min(len(held), _POINTS))
     return np.array([group.mean() for group in groups]), np.array([np.median(held[group]) for group in groups])
 
 
 def _slope(at: Floats, values: Floats) -> tuple[float, float]:
-    """The median slope of all pairs (Theil-Sen), and by how many standard deviations more rise than fall (Mann-Kendall)."""
+    """Return the median slope of all pairs (Theil-Sen), and how many deviations more rise than fall (Mann-Kendall)."""
     one, two = np.triu_indices(len(at), 1)
     rises = values[two] - values[one]
     count = len(at)

@@ -1,4 +1,4 @@
-"""What one rank records of a step, the clocks that stamp it, and the same in seconds on rank 0's clock."""
+"""Records of the steps of one rank, the clocks that stamp them, and the same in seconds on rank 0's clock."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def clock_for(device: torch.device) -> Clock:
 
 Floats = NDArray[np.float64]
 Kind = Literal["data", "forward", "backward", "optimizer", "host", "pause"]
-"""Of a span. A pause (validation, the profiler's exchange) is no part of the step; "host" is work beside the model's."""
+"""The kind of a span. A pause (validation, the profiler's exchange) is no part of the step; "host" is other work."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Collective:
 
 @dataclass
 class StepRecord:
-    """What one rank did in one step; the lists are in the order things began.
+    """The record of one step of one rank; the lists are in the order things began.
 
     ``samples`` and ``features`` (sums over the samples, see :func:`~lightning_freescale.balance.cost.sample_features`) are what
     it worked on, ``predicted`` is how long that should take, in the unit of the step's plan, and ``plan`` what the plan says of

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: stamped spans and collectives of the step in progress, and nothing that synchronizes."""
+"""Stamp the spans and collectives of the step in progress, without synchronizing the device."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class _StampedBlock(AbstractContextManager[None]):
 
 
 class _StampedWait(AbstractContextManager[Collective]):
-    """The same for a collective; others inside are parts of it."""
+    """Stamps both ends of the wait for a collective; others inside are parts of it."""
 
     __slots__ = ("_collective", "_timeline")
 

@@ -1,4 +1,4 @@
-"""What one run gained over another, from their documents."""
+"""Compare the documents of runs: the bubble that was removed, and the speed-up."""
 
 from __future__ import annotations
 

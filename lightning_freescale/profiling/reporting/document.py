@@ -1,5 +1,6 @@
-"""The bubble report as a JSON document: read, check and write one; ``schema.json`` says what is in it.
+"""The bubble report as a JSON document: the facts it states, and how to read, check and write one.
 
+``schema.json`` describes its fields.
 Text, page and comparison are made from the document alone: so they cannot disagree, and need nothing but the file.
 """
 
@@ -37,7 +38,7 @@ def _installed() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ran.
+    """The run that a report is about.
 
     ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages; ``assignment`` is
     how samples were assigned to the ranks, None if unknown; ``overlap`` is whether rows are exchanged while the model
@@ -97,7 +98,7 @@ class WaitAttribution:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What the profiler itself took, in seconds per step: the ranks' ``exchange`` of records, and ``stamps``."""
+    """The profiler's own cost in seconds per step: the ranks' ``exchange`` of records, and ``stamps``."""
 
     exchange: float
     stamps: float

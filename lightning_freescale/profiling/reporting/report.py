@@ -119,7 +119,7 @@ class BubbleReport:
 
     @property
     def predicted_imbalance(self) -> float | None:
-        """The same by what was predicted, each step weighted by its compute as there; None if nothing was predicted."""
+        """The predicted imbalance, weighted by compute like ``compute_imbalance``; None if nothing was predicted."""
         if self.predicted is None:
             return None
         mean, compute = self.predicted.mean(axis=1), column(self.breakdown, "compute").mean(axis=1)

@@ -27,7 +27,7 @@ from lightning_freescale.profiling.recording.records import ResolvedCollective, 
 from lightning_freescale.profiling.reporting.document import write_atomically
 
 _ORDER = {"X": 0, "C": 1, "i": 1, "s": 2, "f": 3}
-"""Of events at one time: a slice is there before an arrow binds to it, and an arrow begins before it ends."""
+"""Order of events at one time: a slice comes before an arrow that binds to it, and an arrow begins before it ends."""
 _EVENTS_PER_LINE = 100
 NOTICEABLE = 50e-6
 """Seconds of straggler wait from which on there is an arrow."""
@@ -93,7 +93,7 @@ def _add_step(track: RankTracks, step: ResolvedStep, arrivals: Mapping[str, Arri
 def _origins(
     steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]], ranks: int, aligned: bool
 ) -> list[float]:
-    """Where each rank's ticks begin. Readers drop what is before zero, so it is the first of all that is shown."""
+    """Return the time at which each rank's ticks begin: that of its first event, because readers drop what is before zero."""
     times = [[event["ts"] for event in events] for events in kineto] or [[] for _ in range(ranks)]
     for row in steps:
         for mine, step in zip(times, row):
@@ -128,7 +128,7 @@ class _Wait:
 def _noticeable_waits(
     row: Sequence[ResolvedStep], arrivals: Mapping[str, Arrival], tick: Callable[[float], int]
 ) -> Iterator[_Wait]:
-    """Straggler waits of one step that are worth an arrow; the tick is the last one of the wait."""
+    """Yield straggler waits of one step that are worth an arrow; the tick is the last one of the wait."""
     for rank, step in enumerate(row):
         for c in step.collectives:
             last = arrivals[c.key]
@@ -138,7 +138,7 @@ def _noticeable_waits(
 
 
 def _arrows(waits: Iterable[_Wait], tracks: Sequence[RankTracks]) -> tuple[list[Event], int]:
-    """Flow events between nested slices, and how many had no slice to begin or to end in.
+    """Return flow events between nested slices, and how many had no slice to begin or to end in.
 
     They begin in what the late rank did just before it arrived: the stage, or the step where no stage ran.
     """
@@ -155,7 +155,7 @@ def _arrows(waits: Iterable[_Wait], tracks: Sequence[RankTracks]) -> tuple[list[
 
 
 def _begin(late: RankTracks, tick: int) -> tuple[Thread, int] | None:
-    """A slice and a tick within it; a stage that ended noticeably before is not what the rank was late for."""
+    """Return a slice and a tick within it; a stage that ended noticeably before is not what the rank was late for."""
     for thread, since in ((late.stages, NOTICEABLE * TICKS_PER_SECOND), (late.steps, 0)):
         slice_ = thread.at(tick)
         if slice_ and slice_.end > tick - since:
@@ -226,7 +226,7 @@ class RankTracks:
 
 
 def _waited_for(wait: Interval, collectives: Sequence[ResolvedCollective]) -> ResolvedCollective:
-    """Of those waited for at that time the one that began last: so steps are cut into intervals."""
+    """Return the collective that a rank waited for: of several, the one that began last, as steps are cut into intervals."""
     began = bisect_right(collectives, wait.start, key=lambda c: c.start)
     return next(c for c in reversed(collectives[:began]) if c.end > wait.start)
 
@@ -245,7 +245,7 @@ def _bytes(collective: ResolvedCollective) -> dict[str, Any]:
 
 @dataclass
 class Slice:
-    """What a thread did from tick ``start`` to tick ``end``."""
+    """The work of a thread from tick ``start`` to tick ``end``."""
 
     start: int
     end: int

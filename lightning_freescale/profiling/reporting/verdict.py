@@ -17,7 +17,7 @@ _PADDED = 0.2
 _EXCEEDS = 1.03
 """A gain so much above what the share alone would bring comes of waits that go with the cause."""
 _WORTH_NAMING = 0.2
-"""What is less than this share of the largest section or cause is not named beside it."""
+"""Share of the largest section or cause below which another one is not named beside it."""
 _FALLS_SHORT = 0.95
 """A gain so much below what the share would bring is all that compute can hide."""
 _BESIDE = 0.05
@@ -35,7 +35,7 @@ _HOW = {
     "padding": "#batches-are-padded",
     "idle device": "#the-gpu-waits-for-the-host",
 }
-"""Where in ``_PAGE`` the advice stands, by cause."""
+"""The section of ``_PAGE`` with advice, by cause."""
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
 """Causes of the parts that have a single one, whatever a replay would say."""
 _ADVICE = {
@@ -315,7 +315,7 @@ def _padding(document: Document, gain: float) -> _Finding:
 
 
 def _idle_in_compute(document: Document) -> float:
-    """The share of the time in which the devices ran nothing beyond what bubbles explain; 0 if that is unknown.
+    """Return the share of the time in which the devices ran nothing beyond what bubbles explain; 0 if that is unknown.
 
     The host that launches kernels is slower under torch.profiler, so this is an upper bound.
     """
@@ -334,7 +334,7 @@ _FINDINGS: Mapping[str, Callable[[Document, float], _Finding]] = {
 
 
 def _shares_of(document: Document) -> Mapping[str, float]:
-    """The shares of the steps that were replayed, so that they and what-ifs are of the same; of all where none were."""
+    """Return the shares of the steps that were replayed, as what-ifs are of these; of all steps where none were."""
     return (document.get("replay") or document["summary"])["shares"]
 
 
