@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -129,6 +130,22 @@ def _ranks_of(group: str) -> list[int] | None:
 def _named(span: Span) -> str:
     kind = "data wait" if span.kind == "data" else span.kind
     return kind if kind == span.name else f"{kind}: {span.name}"
+
+
+def why_silent(host: str, process: int) -> str:
+    """Return why a rank's process does not say where it stands, as far as that can be seen from here."""
+    named = f"process {process} on {host}"
+    if host != socket.gethostname() or not sys.platform.startswith("linux"):
+        return f"{named} has ended or is frozen, or the network is gone"
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        state = "X"
+    if state in "ZX":
+        return f"{named} has ended"
+    if state in "Tt":
+        return f"{named} is stopped; kill -CONT {process} lets it go on"
+    return f"{named} runs no Python: code that is not Python's holds its lock, or it has no turn on a core"
 
 
 # -- all ranks together

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_freescale._worker import WorkerThread, start_daemon
-from lightning_freescale.profiling.hang_report import RankObserver, hang_document, hang_text
+from lightning_freescale.profiling.hang_report import RankObserver, hang_document, hang_text, why_silent
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import write_atomically
 
@@ -292,22 +292,6 @@ class RankCalls:
         if any(self._store.check([answer]) for answer in answers[: self.rank]):
             return False
         return self._store.compare_set(reporter, "", str(self.rank)) == str(self.rank).encode()
-
-
-def why_silent(host: str, process: int) -> str:
-    """Return why a rank's process does not say where it stands, as far as that can be seen from here."""
-    named = f"process {process} on {host}"
-    if host != socket.gethostname() or not sys.platform.startswith("linux"):
-        return f"{named} has ended or is frozen, or the network is gone"
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        state = "X"
-    if state in "ZX":
-        return f"{named} has ended"
-    if state in "Tt":
-        return f"{named} is stopped; kill -CONT {process} lets it go on"
-    return f"{named} runs no Python: code that is not Python's holds its lock, or it has no turn on a core"
 
 
 class WakeUp:

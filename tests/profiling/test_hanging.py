@@ -23,8 +23,15 @@ import torch.distributed as dist
 from lightning_freescale._worker import WorkerThread, start_daemon
 from lightning_freescale.profiling import HangWatch, Timeline
 from lightning_freescale.profiling import hang_watch as module
-from lightning_freescale.profiling.hang_report import RankObserver, hang_document, hang_text, in_words, ranks_in_words
-from lightning_freescale.profiling.hang_watch import WakeUp, why_silent
+from lightning_freescale.profiling.hang_report import (
+    RankObserver,
+    hang_document,
+    hang_text,
+    in_words,
+    ranks_in_words,
+    why_silent,
+)
+from lightning_freescale.profiling.hang_watch import WakeUp
 from lightning_freescale.testing import RankFailed, run_distributed
 
 
