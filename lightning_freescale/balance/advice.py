@@ -12,13 +12,7 @@ from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import COUNT_SLACK
 from lightning_freescale.balance.budget import Budget
-from lightning_freescale.balance.forecast import (
-    PLANNED_STEPS,
-    draw_steps,
-    fewer_than_asked,
-    in_mode,
-    report_plans,
-)
+from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, fewer_than_asked, in_mode, report_plans
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats, non_negative
@@ -62,7 +56,7 @@ def advise(
     lengths = None if lengths is None else non_negative("advise(lengths=...)", lengths, len(costs))
     setting: dict[str, Any] = {"costs": costs, "ranks": ranks, "batch_size": batch_size}
     setting |= {name: value for name, value in options.items() if value is not None}
-    plans = list(draw_steps(**setting))
+    plans = draw_steps(**setting)
     predicted = report_plans(plans, PLANNED_STEPS)
     return advise_on(report or predicted, predicted, plans, setting, lengths)
 
@@ -188,7 +182,7 @@ def _with_other_steps(
     tried = []
     for changed, text in choices:
         with suppress(ValueError):  # limits that it cannot meet
-            drawn = list(draw_steps(**{**setting, "steps": steps, **changed}))
+            drawn = draw_steps(**{**setting, "steps": steps, **changed})
             balanced = report_plans(drawn, _planned(setting)).balanced
             if "ranks" in changed:
                 longer = balanced * _mean_load(drawn) / (predicted.balanced * _mean_load(plans))

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,10 @@ from lightning_freescale.balance.solver import Ints, padded_loads
 from lightning_freescale.balance.validation import Floats
 from lightning_freescale.balance.window import DrawnWindow
 
-Plan = TypeVar("Plan")
+_PLANS_AHEAD = 4
+"""Steps that are planned ahead of the one that is read."""
+_KEPT_PLANS = 64
+"""Plans of older steps are made again if they are needed."""
 
 
 @dataclass(frozen=True)
@@ -149,41 +152,33 @@ class StepPlan:
         return 1 - float(values.sum()) / computed if computed else 0.0
 
 
-class PlanPrefetcher(Generic[Plan]):
+class PlanPrefetcher:
     """Keeps the plans of recent steps; while :meth:`running`, a thread makes those of the next ones.
 
     Args:
         make: returns the plan of a step, a pure function of (epoch, step).
-        steps: how many steps ahead.
-        keep: how many plans to keep; those that are asked for later are made again.
-        complete: what the thread computes of a plan beforehand; without the thread it is left to who asks for it.
+        complete: what the thread computes of a plan beforehand; without the thread, it is computed when it is needed.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int, int], Plan],
-        steps: int = 4,
-        keep: int = 64,
-        complete: Callable[[Plan], object] | None = None,
-    ) -> None:
-        self._make, self._steps, self._keep, self._complete = make, steps, keep, complete
-        self._plans: dict[tuple[int, int], Future[Plan]] = {}
+    def __init__(self, make: Callable[[int, int], StepPlan], complete: Callable[[StepPlan], object]) -> None:
+        self._make, self._complete = make, complete
+        self._plans: dict[tuple[int, int], Future[StepPlan]] = {}
         self._worker: WorkerThread | None = None
 
-    def get(self, epoch: int, step: int) -> Plan:
-        """Return the plan of a step, waiting for the thread if it is at it."""
+    def get(self, epoch: int, step: int) -> StepPlan:
+        """Return the plan of a step, waiting for the thread if it makes it at present."""
         plan = self._started(epoch, step)
-        while len(self._plans) > self._keep:
+        while len(self._plans) > _KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)))
         return plan.result()
 
     def prepare(self, epoch: int, step: int, end: int) -> None:
         """Start on the steps from ``step`` on, before ``end``."""
-        for later in range(step, min(step + self._steps, end)):
+        for later in range(step, min(step + _PLANS_AHEAD, end)):
             self._started(epoch, later)
 
     def forget(self) -> None:
-        """Drop all plans: what they depend on has changed."""
+        """Drop all plans: their arguments have changed."""
         self._plans.clear()
 
     @contextmanager
@@ -201,18 +196,17 @@ class PlanPrefetcher(Generic[Plan]):
         """Leave out plans and thread, which cannot be copied."""
         return {**self.__dict__, "_plans": {}, "_worker": None}
 
-    def _started(self, epoch: int, step: int) -> Future[Plan]:
+    def _started(self, epoch: int, step: int) -> Future[StepPlan]:
         key = (epoch, step)
         if key not in self._plans and self._worker is not None:
             self._plans[key] = self._worker.submit(self._make_completely, *key)
         elif key not in self._plans:
-            done: Future[Plan] = Future()
+            done: Future[StepPlan] = Future()
             done.set_result(self._make(*key))
             self._plans[key] = done
         return self._plans[key]
 
-    def _make_completely(self, epoch: int, step: int) -> Plan:
+    def _make_completely(self, epoch: int, step: int) -> StepPlan:
         plan = self._make(epoch, step)
-        if self._complete is not None:
-            self._complete(plan)
+        self._complete(plan)
         return plan

@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+_MEANS = (
+    "unbalanced", "balanced", "lower_bound", "tokens_imbalance", "tokens_unbalanced", "padding", "padding_unbalanced",
+)  # fmt: skip
+"""Figures of a report that are means of those of its steps."""
+
 
 @dataclass(frozen=True)
 class StepBalance:
@@ -74,7 +79,7 @@ class BalanceReport:
     balanced: float
     lower_bound: float
     dominated: float
-    tokens_imbalance: float | None
+    tokens_imbalance: float | None = None
     tokens_unbalanced: float | None = None
     tokens_fullest: float | None = None
     padding: float | None = None
@@ -95,8 +100,7 @@ class BalanceReport:
 
     def scalars(self, over: str) -> dict[str, float]:
         """Return the figures by the names under which they are logged: ``freescale/imbalance/{over}/...``."""
-        names = ["unbalanced", "balanced", "lower_bound", "gap", "dominated"]
-        names += ["tokens_imbalance", "tokens_unbalanced", "tokens_fullest", "padding", "padding_unbalanced"]
+        names = ("unbalanced", "balanced", "lower_bound", "gap", "dominated", *_MEANS[3:], "tokens_fullest")
         return {f"freescale/imbalance/{over}/{name}": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
@@ -123,7 +127,7 @@ class BalanceSums:
     """Sums of steps that are added one by one, so that an epoch need not be kept."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, 9))  # weighted by cost, and each step alike in case none costs anything
+        self._sums = np.zeros((2, len(_MEANS) + 2))  # weighted by cost, and each step alike in case none costs anything
         self._fullest: float | None = None
 
     @property
@@ -133,8 +137,7 @@ class BalanceSums:
 
     def add_step(self, step: StepBalance) -> None:
         """Add a step to the sums."""
-        row = [step.unbalanced, step.balanced, step.lower_bound, step.tokens_imbalance, step.tokens_unbalanced]
-        row += [step.padding, step.padding_unbalanced]
+        row = [getattr(step, name) for name in _MEANS]
         self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes nan
         if step.tokens_fullest is not None:
             self._fullest = max(step.tokens_fullest, self._fullest or 0.0)
@@ -142,13 +145,11 @@ class BalanceSums:
     def report(self) -> BalanceReport:
         """Return what the steps so far amount to."""
         if not self.steps:
-            return BalanceReport(0, 1.0, 1.0, 1.0, 0.0, None)
+            return BalanceReport(0, 1.0, 1.0, 1.0, 0.0)
         weighted, alike = self._sums
-        means = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1])[:7].tolist()
-        unbalanced, balanced, bound = means[:3]
-        tokens, drawn_tokens, *padding = (None if np.isnan(mean) else mean for mean in means[3:])
-        dominated = float(alike[7] / alike[-1])
-        return BalanceReport(self.steps, unbalanced, balanced, bound, dominated, tokens, drawn_tokens, self._fullest, *padding)
+        means = (weighted / weighted[-1] if weighted[-1] else alike / alike[-1]).tolist()
+        known = {name: mean for name, mean in zip(_MEANS, means) if not np.isnan(mean)}
+        return BalanceReport(self.steps, dominated=float(alike[-2] / alike[-1]), tokens_fullest=self._fullest, **known)
 
 
 def idle_fraction(imbalance: float) -> float:

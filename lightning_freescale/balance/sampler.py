@@ -129,7 +129,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._arguments = PlanArguments(rounded, known, options)
         self.batches = GlobalBatches(self._arguments, settings)
         self._replans: dict[int, Callable[[], ArrayLike]] = {}
-        self._plans = PlanPrefetcher(self._make_plan, complete=self._complete_plan)
+        self._plans = PlanPrefetcher(self._make_plan, self._complete_plan)
         if padded:
             self.pad_from(0, 0)
         self.step_plan(0, 0).balance  # noqa: B018 (an argument that does not fit is refused now, not in the first step)
@@ -321,16 +321,9 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
         plan = self.step_plan(self.epoch, min(self.first_step, len(self) - 1))
-        options = sorted(self.options.items())
-        setting: tuple[Any, ...] = (
-            len(self),
-            self.num_replicas,
-            self.balance_steps,
-            self.loss_is_sum,
-            self.exploration_steps,
-            options,
-        )
-        setting += (self.micro_batches.candidates, self.micro_batches.chosen, self.window, self._changes)
+        counts = (len(self), self.num_replicas, self.exploration_steps, self.window)
+        parts = (self.micro_batches.candidates, self.micro_batches.chosen)
+        setting = (counts, parts, self.balance_steps, self.loss_is_sum, sorted(self.options.items()), self._changes)
         state = hashlib.sha256(repr(setting).encode())
         tokens = [] if self.tokens is None else [self.tokens]
         for array in (self.costs, self.loss_weights, self.batches.order(self.epoch), plan.rank_of_sample, *tokens):
