@@ -1,5 +1,5 @@
-"""The floor between Lightning and the package: its changes, and its private names, touch only these modules.
+"""The layer between Lightning and the package: Lightning's changes and private names affect only these modules.
 
 ``loops`` has Lightning's names and what is private in its loops, loaders and checkpoints, ``ddp`` what is private in its DDP
-strategies and in how the default process group is created, ``stages`` the stages of any strategy's step on a timeline.
+strategies and in how the default process group is created, ``profiler`` what the bubble profiler needs.
 """

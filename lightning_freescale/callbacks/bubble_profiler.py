@@ -11,7 +11,6 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale._lightning.log_lines import ProgressLine, log_but_on_terminal
 from lightning_freescale._lightning.loops import (
     Callback,
     LightningModule,
@@ -22,7 +21,7 @@ from lightning_freescale._lightning.loops import (
     before_batches,
     rank_zero_info,
 )
-from lightning_freescale._lightning.stages import stages_on
+from lightning_freescale._lightning.profiler import ProgressLine, log_but_on_terminal, stages_on
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
 from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_freescale._lightning.stages import ObservedLoader, stages_on
+from lightning_freescale._lightning.profiler import ObservedLoader, stages_on
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed

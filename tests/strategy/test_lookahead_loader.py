@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_freescale._lightning.stages import ObservedLoader
+from lightning_freescale._lightning.profiler import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
 from tests.helpers.recommender import trainer
