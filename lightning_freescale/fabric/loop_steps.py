@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import LoaderWrapper, rank_zero_warn
-from lightning_freescale.training.lookahead_loader import UNKNOWN, LookaheadLoader
+from lightning_freescale.training.lookahead_loader import UNKNOWN
 
 if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
@@ -132,8 +132,7 @@ class LoopSteps:
         self._refuse_other_dense_gradients()
         self.step.end_forward()
         self.step.follow_settings()
-        with self.step.backward(updates=not self._accumulates):
-            run()
+        self.step.backward(run, updates=not self._accumulates)
         self._begun, self._waiting = False, self._accumulates
         self._dense.note()
 
@@ -171,7 +170,7 @@ class LoopSteps:
             )
         zeroed = self._waiting and self._dense.since_then == SinceThen.ZEROED
         self._waiting = self._waiting and not zeroed
-        batch, following = (None, UNKNOWN) if self.current is None else (self.current.batch, self.current.next_batch)
+        batch, following = (None, UNKNOWN) if self.current is None else (self.current.batch, self.current.following)
         if self.current is None and self.step.looks_ahead and not self._warned:
             self._warned = True
             rank_zero_warn(
@@ -207,16 +206,13 @@ class CurrentBatch:
         loader: the loader that has returned it.
         batch: as the loop got it.
         loss_weight: factor for this rank's loss, see :meth:`.BalancedSampler.loss_weight`.
+        following: the batch that the loop gets next, or ENDED, or UNKNOWN.
     """
 
     loader: Any
     batch: Any
     loss_weight: float
-
-    @property
-    def next_batch(self) -> Any:
-        """The batch that the loop gets next, or ENDED, or UNKNOWN."""
-        return self.loader.next_batch if isinstance(self.loader, LookaheadLoader) else UNKNOWN
+    following: Any = UNKNOWN
 
 
 class HandingLoader(LoaderWrapper):

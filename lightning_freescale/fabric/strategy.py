@@ -314,7 +314,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     def _take(self, current: CurrentBatch) -> Any:
         if isinstance(current.loader, LookaheadLoader):
-            current.loader.start_batch()
+            current.following = current.loader.start_batch()
         if self._steps is not None and self._steps.step.early_copy is not None:
             # on the device before Fabric moves it, so that the ids that the engine has are those that are looked up
             current.batch = self.batch_to_device(self._steps.step.copied(current.batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -180,8 +181,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_second_backward(step.update_due)
         if loss.requires_grad:
             loss.register_hook(step.follow_settings)  # called behind on_before_backward
-        with step.backward(updates=not self.accumulating):
-            return super().backward(loss, optimizer, *args, **kwargs)
+        return step.backward(partial(super().backward, loss, optimizer, *args, **kwargs), updates=not self.accumulating)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

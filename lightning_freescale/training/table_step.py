@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance.micro_batches import MicroBatches
@@ -16,20 +16,21 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.training.lookahead import EarlyCopy, Ids, Lookahead
 from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN
 
+Result = TypeVar("Result")
+
 
 class TableStep:
     """Fetches, exchanges and updates the rows of sharded tables, in the steps of one run.
 
     A loop reports its events in this order::
 
-        step.start_batch(batch, following)         # a batch is available, and what follows it
+        step.start_batch(batch, following)             # a batch is available, and what follows it
         step.before_forward(batch, updates=True)
         with step.forward():
             loss = model(batch)
-        step.end_forward()                         # before backward
-        with step.backward(updates=True):
-            loss.backward()                        # after it, gradients are handed over
-        step.step_done()                           # after optimizer.step()
+        step.end_forward()                             # before backward
+        step.backward(loss.backward, updates=True)     # after it, gradients are handed over
+        step.step_done()                               # after optimizer.step()
 
     A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
     training, only :meth:`drain`, :meth:`writing` and the engine are used.
@@ -76,6 +77,7 @@ class TableStep:
         self._told_of_parts: list[Ids] = []  # of the current batch, but the first
         self._following: Any = UNKNOWN  # the batch after the current one
         self._batch: Any = None  # the micro-batch that computes
+        self._is_last_part = self._handed_over = False  # gradients are, of the forward before
         self._comes_ahead = self._restart = self._updates = self._stated_sizes = False
         self._logged: dict[str, float] | None = None
         if timeline is not None and engine is not None:
@@ -101,12 +103,13 @@ class TableStep:
             comes_ahead: whether the loop knows batches before their step at all.
             restart: whether the gradients of batches before are zero.
         """
-        self._parts, self._following = _parts(batch), following
+        self._parts = tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
+        self._part, self._following = -1, following
         self._comes_ahead, self._restart = comes_ahead, restart
-        self._start_part(0)
 
     def _start_part(self, index: int) -> None:
         self._part, batch = index, self._parts[index]
+        self._is_last_part = index + 1 == len(self._parts)
         if self._lookahead is not None:
             self._lookahead.asked = False
         # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
@@ -119,10 +122,10 @@ class TableStep:
             batch: what the forward computes: the batch, or one of its micro-batches.
             updates: whether an optimizer step follows it.
         """
-        index = next((i for i, part in enumerate(self._parts) if part is batch), self._part)
-        if index != self._part:
+        index = next((i for i, part in enumerate(self._parts) if part is batch), max(self._part, 0))
+        if index != self._part:  # else a closure runs the step again
             self._start_part(index)
-        self._updates, groups, lookahead = updates, self.groups, self._lookahead
+        self._updates, self._handed_over, groups, lookahead = updates, False, self.groups, self._lookahead
         assert groups is not None
         with self._timeline.span("host", "embeddings: before the step"):
             self._settings = settings = groups.settings()
@@ -173,18 +176,21 @@ class TableStep:
         if self.engine is not None and self.groups is not None:
             self._settings = self.engine.follow_settings(self._settings, self.groups.settings())
 
-    @contextmanager
-    def backward(self, updates: bool) -> Iterator[None]:
-        """Enter this around backward; it hands the gradients over."""
+    def backward(self, run: Callable[[], Result], updates: bool) -> Result:
+        """Run backward and hand its gradients over; ``updates`` as in :meth:`before_forward`."""
         self.update_due = updates
         try:
-            with nullcontext() if self._window is None else self._window.backward():
-                yield
+            if self._window is None:
+                result = run()
+            else:
+                with self._window.backward():
+                    result = run()
             self.end_backward()
         except RuntimeError:
             if self.engine is not None:
                 self.engine.raise_errors()  # DDP fails when a rank has gone; the exchange may know why it has
             raise
+        return result
 
     def end_backward(self) -> None:
         """Hand over what backward has not handed over itself."""
@@ -192,6 +198,7 @@ class TableStep:
             return
         with self._timeline.span("host", "embeddings: gradients handed over"):
             self.engine.end_backward()
+            self._handed_over = True
             if self._window is not None and self._is_last_part:
                 self._window.close()
 
@@ -203,7 +210,8 @@ class TableStep:
         """
         assert self.groups is not None
         if self.engine is not None:
-            self.end_backward()
+            if not self._handed_over:
+                self.end_backward()
             self.engine.apply_gradients()
         if self.update_due:
             self.groups.refuse_late_changes(self._settings)
@@ -267,14 +275,7 @@ class TableStep:
             return None
         if self._following is UNKNOWN or lookahead.asked:
             return {}
-        told = lookahead.tell(_parts(self._following)[0])
-        on_device = self._following if self.early_copy is None else self.early_copy.start(self._following)
-        return lookahead.known_ids(told, _parts(on_device)[0])
-
-    @property
-    def _is_last_part(self) -> bool:
-        return self._part + 1 >= len(self._parts)
-
-
-def _parts(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
+        loaded, several = self._following, isinstance(self._following, MicroBatches)
+        told = lookahead.tell(loaded.batches[0] if several else loaded)
+        on_device = loaded if self.early_copy is None else self.early_copy.start(loaded)
+        return lookahead.known_ids(told, on_device.batches[0] if several else on_device)
