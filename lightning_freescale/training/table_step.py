@@ -77,7 +77,8 @@ class TableStep:
         self._told_of_parts: list[Ids] = []  # of the current batch, but the first
         self._following: Any = UNKNOWN  # the batch after the current one
         self._batch: Any = None  # the micro-batch that computes
-        self._is_last_part = self._handed_over = False  # gradients are, of the forward before
+        self._is_last_part = False
+        self._handed_over = False  # whether the gradients of the current forward are
         self._comes_ahead = self._restart = self._updates = self._stated_sizes = False
         self._logged: dict[str, float] | None = None
         if timeline is not None and engine is not None:
