@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,12 +28,18 @@ from lightning_freescale.embeddings.planning import (
     padded_plan,
     row_wise_planner,
 )
-from lightning_freescale.embeddings.shards import Shard, ShardedTables, ShardingRecord, kernels, refuse_whole_use, shards_of
+from lightning_freescale.embeddings.shards import (
+    ShardedTables,
+    ShardingRecord,
+    fill_shards,
+    follow_first_rank,
+    kernels,
+    refuse_whole_use,
+    shards_of,
+)
 
 Found: TypeAlias = "list[tuple[Collection, Any]]"
 """Collections of a module, each with what stands there now."""
-
-_ROWS_AT_ONCE = 2**20
 
 
 class TableSharding:
@@ -159,8 +165,8 @@ class TableSharding:
                 modules = [self._shard_collection(c, built, plan, chosen, env, placement) for c, _, built in self._replaced]
             for (collection, original, _), module in zip(self._replaced, modules):
                 if not hasattr(original, "freescale_sharding"):
-                    _follow_first_rank(collection, original, group)
-                _fill_shards(shards_of(collection, module), collection, original, chosen)
+                    follow_first_rank(collection, original, group)
+                fill_shards(shards_of(collection, module), collection, original, chosen)
                 if collection.managed:
                     fill_id_remappings(collection, module, original)
         for (collection, original, blueprint), module in zip(self._replaced, modules):
@@ -340,61 +346,3 @@ def _order_columns(names: list[str], module: nn.Module, args: Any, output: Keyed
     found = output.to_dict()
     columns = [found[name] for name in names]
     return KeyedTensor(names, [each.shape[1] for each in columns], torch.cat(columns, dim=1))
-
-
-@torch.no_grad()
-def _follow_first_rank(collection: Collection, original: Any, group: dist.ProcessGroup) -> None:
-    """Give all ranks the first one's unsharded weights where they differ, as DDP does for the dense part. Collective."""
-    weights = collection.parameters(original)
-    for weight in (weights[table.key].data for table in collection.tables):
-        if weight.is_meta:
-            continue
-        mine = _digest(weight)
-        digests = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(digests, mine, group=group)
-        if any(not torch.equal(other, mine) for other in digests):
-            dist.broadcast(weight, dist.get_global_rank(group, 0), group=group)
-
-
-def _digest(weight: Tensor) -> Tensor:
-    """Return two sums over the bits of a table; the second one depends on the order of its rows."""
-    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    for start in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)
-        sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
-    return sums
-
-
-def _fill_shards(
-    shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
-) -> None:
-    """Set weights and states of a collection's shards to what its first step should find."""
-    record = getattr(original, "freescale_sharding", None)
-    earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
-    whole = collection.parameters(original) if record is None else {}
-    for shard in shards:
-        name, key = shard.table.name, shard.table.key
-        if "sum" in shard.state:
-            shard.state["sum"].fill_(optimizers[key].initial_state)
-        if record is not None:
-            source = earlier.get(_position(shard))
-            if source is None or source.weight.shape != shard.weight.shape or source.order != shard.order:
-                raise ValueError(
-                    f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
-                    "use this one"
-                )
-            shard.weight.copy_(source.weight)
-            for state, value in shard.state.items() if key in record.in_backward else ():
-                value.copy_(source.state[state])
-        elif whole[key].is_meta:
-            shard.table.init(shard.weight)
-            if shard.table.padding_row is not None:
-                position = int(shard.order.positions(torch.tensor(shard.table.padding_row)))
-                if position in range(shard.rows.start, shard.rows.stop):
-                    shard.weight[position - shard.rows.start] = 0.0
-        else:
-            shard.read(whole[key], into=shard.weight)
-
-
-def _position(shard: Shard) -> tuple[str, int, int]:
-    return shard.table.name, shard.rows.start, shard.columns.start

@@ -1,8 +1,8 @@
-"""The sharded tables of a module: what of them this rank owns, and what drives their updates."""
+"""The sharded tables of a module: the shards that this rank owns, their first values, and the settings of their updates."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.row_order import RowOrder
 
+_ROWS_AT_ONCE = 2**20
 _COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """Optimizers whose updates do not depend on how many there have been."""
 
@@ -256,3 +257,61 @@ def kernels(module: Any) -> Iterator[Any]:
     """Yield the fused kernels of a sharded collection on this rank, each with some of its tables."""
     for lookup in module._lookups:
         yield from (kernel for kernel in lookup.modules() if isinstance(kernel, FusedOptimizerModule))
+
+
+@torch.no_grad()
+def follow_first_rank(collection: Collection, original: Any, group: dist.ProcessGroup) -> None:
+    """Give all ranks the first one's unsharded weights where they differ, as DDP does for the dense part. Collective."""
+    weights = collection.parameters(original)
+    for weight in (weights[table.key].data for table in collection.tables):
+        if weight.is_meta:
+            continue
+        mine = _digest(weight)
+        digests = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(digests, mine, group=group)
+        if any(not torch.equal(other, mine) for other in digests):
+            dist.broadcast(weight, dist.get_global_rank(group, 0), group=group)
+
+
+def _digest(weight: Tensor) -> Tensor:
+    """Return two sums over the bits of a table; the second one depends on the order of its rows."""
+    sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    for start in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)
+        sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
+    return sums
+
+
+def fill_shards(
+    shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
+) -> None:
+    """Set weights and states of a collection's shards to what its first step should find."""
+    record = getattr(original, "freescale_sharding", None)
+    earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
+    whole = collection.parameters(original) if record is None else {}
+    for shard in shards:
+        name, key = shard.table.name, shard.table.key
+        if "sum" in shard.state:
+            shard.state["sum"].fill_(optimizers[key].initial_state)
+        if record is not None:
+            source = earlier.get(_position(shard))
+            if source is None or source.weight.shape != shard.weight.shape or source.order != shard.order:
+                raise ValueError(
+                    f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
+                    "use this one"
+                )
+            shard.weight.copy_(source.weight)
+            for state, value in shard.state.items() if key in record.in_backward else ():
+                value.copy_(source.state[state])
+        elif whole[key].is_meta:
+            shard.table.init(shard.weight)
+            if shard.table.padding_row is not None:
+                position = int(shard.order.positions(torch.tensor(shard.table.padding_row)))
+                if position in range(shard.rows.start, shard.rows.stop):
+                    shard.weight[position - shard.rows.start] = 0.0
+        else:
+            shard.read(whole[key], into=shard.weight)
+
+
+def _position(shard: Shard) -> tuple[str, int, int]:
+    return shard.table.name, shard.rows.start, shard.columns.start

@@ -93,7 +93,7 @@ class CatalogueTable:
     @property
     def weight(self) -> Tensor:
         """This rank's rows: a live view, shape ``[rows, dim]``."""
-        return self._part.local_weight(self.index)
+        return self._part.local.weight(self.index)
 
     @property
     def rank(self) -> int:
@@ -117,7 +117,7 @@ class CatalogueTable:
 
     def places(self, items: Tensor) -> Tensor:
         """Return which of this rank's rows each item is, int64; -1 for those of other ranks."""
-        here = self._part.local_rows(self.index, items)
+        here = self._part.local.places(self.index, items)
         return torch.where((here >= 0) & (here < len(self.weight)), here, -1)
 
     @cached_property

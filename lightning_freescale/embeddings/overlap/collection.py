@@ -48,6 +48,7 @@ class OverlappedCollection:
     Attributes:
         others: the module's other collections. A rank that waits in one of them for other ranks answers them in all, because
             one of them may wait in another collection for this rank.
+        local: this rank's rows.
         statistics: totals since it was made.
         step: the current step; between steps, the last.
     """
@@ -64,7 +65,7 @@ class OverlappedCollection:
         nodes: Nodes | None = None,
         proxies: ProxyGroups | None = None,
     ) -> None:
-        self.path, self._local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
+        self.path, self.local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         shared = (local.dim, local.layout.device, self.statistics, order)
@@ -88,7 +89,7 @@ class OverlappedCollection:
     @property
     def layout(self) -> RowLayout:
         """Where its rows live."""
-        return self._local.layout
+        return self.local.layout
 
     def observe(self, observer: ExchangeObserver) -> None:
         """Tell ``observer`` of every exchange, and when training waits for rows."""
@@ -234,26 +235,13 @@ class OverlappedCollection:
 
     def add_gradient(self, table: int, gradient: Tensor) -> None:
         """Add a gradient of all rows of a table that this rank owns, shape ``[rows, dim]``, to those of the step."""
-        first = self._local.first_row(table)
+        first = self.local.first_row(table)
         rows = torch.arange(first, first + len(gradient), device=gradient.device)
         self._worker.submit(self._exchange.row_updates.kept.accumulate, rows, gradient)
 
     def is_frozen(self, table: int) -> bool:
         """Return whether the current step leaves a table as it is."""
         return self._settings[table].frozen
-
-    def local_weight(self, table: int) -> Tensor:
-        """Return this rank's rows of a table: a live view, shape ``[rows, dim]``.
-
-        Raises:
-            ValueError: they are in a cache of the GPU.
-        """
-        return self._local.weight(table)
-
-    def local_rows(self, table: int, ids: Tensor) -> Tensor:
-        """Return at which place among this rank's rows of a table each row is; no place of one for those of other ranks."""
-        first = self.layout.starts[self.layout.places[self._local.rank]] + self._local.first_row(table)
-        return self.layout.keys(table, ids) - first
 
     # -- between steps
 
@@ -302,14 +290,14 @@ class OverlappedCollection:
                 "otherwise than it was then: resume with the same plan=, or from a checkpoint that was written after an "
                 "optimizer step"
             )
-        device = self._local.layout.device
+        device = self.local.layout.device
         rows, gradients = ([each.to(device) for each in kept[name]] for name in ("rows", "gradients"))
         self._worker.wait(self._worker.submit(self._exchange.restore_accumulated, rows, gradients, kept["moved"]))
         self.step.current.update.updates = False  # so that a window which begins now is one without them
 
     def _sharding(self) -> dict[str, Any]:
         """Return what the numbers of rows depend on."""
-        layout = self._local.layout
+        layout = self.local.layout
         return {"first_rows": layout.first_row, "row_orders": [(order.multiplier, order.offset) for order in layout.orders]}
 
     @property
@@ -359,7 +347,7 @@ class OverlappedCollection:
 
     def _refuse_writes(self) -> None:
         # noticed, not followed: what was fetched ahead sits on other ranks
-        counts = self._local.write_counts()
+        counts = self.local.write_counts()
         if self._write_counts is not None and counts != self._write_counts:
             raise RuntimeError(
                 f"the tables of embedding collection {self.path!r} were written while updates were still under way or rows "

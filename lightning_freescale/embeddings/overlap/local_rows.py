@@ -249,6 +249,11 @@ class LocalRows:
         found = [weight for held, weight in zip(self._tables, self._weights) if held.index == table]
         return found[0] if found else torch.empty(0, self.dim, device=self.layout.device)
 
+    def places(self, table: int, ids: Tensor) -> Tensor:
+        """Return the place of each id among this rank's rows of a table; no place of one for rows of other ranks."""
+        first = self.layout.starts[self.layout.places[self.rank]] + self.first_row(table)
+        return self.layout.keys(table, ids) - first
+
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:
         """Return the current values of ``rows``, float32 of shape ``[rows, dim]``."""

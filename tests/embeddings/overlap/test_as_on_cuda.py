@@ -112,7 +112,7 @@ def _train(kind: str, *, on_gpu: bool, holds: bool = False, **options: Any) -> t
                 data = [{name: each.to(GPU) for name, each in batch.items()} for batch in data]
             engine = OverlapEngine(tables, hold_gradients=holds, transport="native", **options)
             for collection in engine.collections.values() if watched is not None else ():
-                for kernel in collection._local.kernels:
+                for kernel in collection.local.kernels:
                     kernel.module = KernelOnGPU(kernel.module, watched.gpu, watched.accesses)
         inside, losses = nullcontext if watched is None else watched.modes, []
         for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
