@@ -37,6 +37,7 @@ class CatalogueTable:
 
     Attributes:
         copied: the copy that :meth:`whole` has made; None before, and once the table changes.
+        most_positions: the positions of every rank in the largest loss over all rows; empty before one.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class CatalogueTable:
         self._features = features
         self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
         self.copied: Tensor | None = None
-        self._most_positions: list[int] = []
+        self.most_positions: list[int] = []
 
     def __call__(self) -> Tensor | CatalogueShard:
         """Return this rank's rows for a loss of the current step; without gradients a copy of the whole table. Collective.
@@ -134,13 +135,11 @@ class CatalogueTable:
 
     def note_use(self, counts: list[int]) -> None:
         """Note the positions of every rank in a loss over all rows."""
-        self._most_positions = max(self._most_positions, counts, key=sum)
+        self.most_positions = max(self.most_positions, counts, key=sum)
 
     def sizes_of_use(self) -> str:
-        """Return what a loss over all rows sends and holds, beside what the whole table would; empty before one."""
-        if not self._most_positions:
-            return ""
-        rows, dim, ranks, positions = self.table.rows, self.table.dim, len(self._most_positions), sum(self._most_positions)
+        """Return what a loss over all rows sends and holds, beside what the whole table would; after such a loss."""
+        rows, dim, ranks, positions = self.table.rows, self.table.dim, len(self.most_positions), sum(self.most_positions)
         share, here = 2 * 4e-6 * dim * (ranks - 1) / ranks, len(self.weight)
         ways = ("kept for backward", "computed again in backward")
         advice = " To send less, leave the table out of shard=" if positions > rows and ranks > 1 else ""

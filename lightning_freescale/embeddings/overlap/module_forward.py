@@ -235,7 +235,7 @@ class ModuleForward:
 
     def sizes_of_losses(self) -> list[str]:
         """Return what losses over all rows of its tables send and hold."""
-        return [text for catalogue in self._catalogues.values() if (text := catalogue.sizes_of_use())]
+        return [catalogue.sizes_of_use() for catalogue in self._catalogues.values() if catalogue.most_positions]
 
     def forget_copies(self) -> None:
         """Release copies of whole tables, because these change."""
