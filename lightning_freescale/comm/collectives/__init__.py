@@ -1,1 +1,1 @@
-"""How the ranks agree on a collective and run it."""
+"""Collectives: the ranks agree on one and run it."""

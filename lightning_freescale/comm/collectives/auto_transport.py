@@ -315,7 +315,7 @@ class Proof:
 def part_sizes(ranks: int, chunk_bytes: int, largest_bytes: int) -> Iterator[tuple[list[list[int]], bool]]:
     """Yield the bytes from every rank to every rank, and whether a rank comes late.
 
-    Sizes around those at which transports change their way, each between every two ranks once; where there are many ranks,
+    Sizes around those at which transports change their method, each between every two ranks once; where there are many ranks,
     only between some, so that a rank sends about ``largest_bytes``. Then one part of that size to the next rank.
     """
     few = [0, 1, 3, chunk_bytes - 1, chunk_bytes, chunk_bytes + 1, min(_MIB, largest_bytes)]

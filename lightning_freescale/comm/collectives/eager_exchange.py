@@ -1,4 +1,4 @@
-"""An all-to-all whose ranks have agreed by themselves: what they send and expect is not compared before it moves.
+"""An all-to-all whose ranks have agreed by themselves: they do not compare what they send and expect.
 
 This is how MPI sends eager and rendezvous messages. Every rank keeps a receive of fixed size posted for every other. A short
 part is one message, behind a head with its length. The head of a long part goes first. When it has come, the receive for the
@@ -30,7 +30,7 @@ _START = _HEAD.size
 # To copy 1 MiB at both ends takes less processor time than a second message in chunks.
 _SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**20, 2**22
 
-# for every dtype, and in 2 us; numpy's way takes 5
+# for every dtype, and in 2 us; numpy takes 5
 _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -103,9 +103,9 @@ class EagerExchange:
 
 def _keep_own(outgoing: _Parts, incoming: _Parts, rank: int) -> None:
     """Copy the part that a rank gives itself."""
-    length, room = outgoing.lengths[rank], incoming.lengths[rank]
-    if length > room:
-        raise ValueError(f"gives={length} and gets={room} bytes for the own rank {rank}: give it a longer slot")
+    length, slot = outgoing.lengths[rank], incoming.lengths[rank]
+    if length > slot:
+        raise ValueError(f"gives={length} and gets={slot} bytes for the own rank {rank}: give it a longer slot")
     source, target = outgoing.starts[rank], incoming.starts[rank]
     incoming.memory[target : target + length] = outgoing.memory[source : source + length]
     outgoing.lengths[rank] = incoming.lengths[rank] = 0
@@ -182,8 +182,8 @@ class _Link:
     def unpack(self, parts: _Parts, number: int, kind: int, ranks: Sequence[int]) -> None:
         """Put the part that has come into the peer's slot, or note the length of the one to come."""
         length, its_number, its_kind = _HEAD.unpack_from(self._read)
-        room = parts.lengths[self.peer]
-        if length > room or its_number != number or its_kind != kind:
+        slot = parts.lengths[self.peer]
+        if length > slot or its_number != number or its_kind != kind:
             its_rank = f"rank {ranks[self.peer]}"
             if its_number != number:
                 text = (
@@ -193,7 +193,7 @@ class _Link:
             elif its_kind != kind:
                 text = f"{its_rank} sends {DTYPES[its_kind]}, this one expects {DTYPES[kind]}: pass one dtype on every rank"
             else:
-                text = f"{its_rank} sends {length} bytes, and its slot here holds {room}: give it a longer slot in gets"
+                text = f"{its_rank} sends {length} bytes, and its slot here holds {slot}: give it a longer slot in gets"
             raise dist.DistBackendError(text)
         parts.lengths[self.peer] = length
         if 0 < length <= self._short_bytes:
@@ -214,10 +214,10 @@ def exchange_with_sizes(
     The host waits for the device to learn the sizes (not tested on GPU).
     """
     came = _exchange_sizes(group, gives, send.device)
-    for rank, (size, room) in enumerate(zip(came, gets)):
-        if size > room:
+    for rank, (size, slot) in enumerate(zip(came, gets)):
+        if size > slot:
             raise dist.DistBackendError(
-                f"rank {rank} sends {size} elements, and its slot here holds {room}: give it a longer one"
+                f"rank {rank} sends {size} elements, and its slot here holds {slot}: give it a longer one"
             )
     parts = torch.empty(sum(came), dtype=received.dtype, device=received.device)
     dist.all_to_all_single(parts, send, came, list(gives), group=group)

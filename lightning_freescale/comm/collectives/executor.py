@@ -1,4 +1,4 @@
-"""How a collective runs: checked, agreed upon, moved, and what becomes of the lane if that fails."""
+"""The run of a collective: check, agree, move. A failure ends the lane on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own backends under a group: gloo, at once or once something needs it, and NCCL, once something needs it."""
+"""torch's own backends under a group: gloo and NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collective returns."""
+"""The Works that collectives return."""
 
 from __future__ import annotations
 

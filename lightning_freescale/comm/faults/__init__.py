@@ -1,1 +1,1 @@
-"""How ranks that stop, fail or hang are known to the others."""
+"""Ranks that stop, fail or hang, and what the other ranks learn about them."""

@@ -1,7 +1,7 @@
-"""The store that ranks meet in under torchrun, which lends the same one to every attempt: a part of it for this attempt alone.
+"""A part of torchrun's store for one attempt alone: torchrun has the same store for all attempts.
 
-What an attempt before has left there, such as the addresses of its ranks, this one would take for its own. The number of
-restarts does not tell attempts apart: each node of torchrun counts its own.
+Otherwise an attempt would take what an earlier one has left there, such as the addresses of its ranks, for its own. The number
+of restarts does not distinguish attempts: each node of torchrun counts its own.
 """
 
 from __future__ import annotations

@@ -42,13 +42,8 @@ class RankNotices:
     """A thread that asks the store for notices, on a connection of its own, and answers for this rank.
 
     The main thread never asks the store itself, and waits for the thread for seconds at most: the process that holds the store
-    may be frozen. Create it on all ranks alike, on the main thread, and :meth:`close` it.
-
-    Args:
-        store: where the ranks met.
-        rank: of this process.
-        size: number of ranks.
-        timeout: how long to wait for the other ranks where they have to come.
+    may be frozen. Create it on all ranks alike, on the main thread, and :meth:`close` it. ``timeout`` is how long a rank waits
+    at a point for the others to agree where to stop.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

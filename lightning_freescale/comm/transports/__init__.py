@@ -1,1 +1,1 @@
-"""What moves the bytes."""
+"""Transports: they move the bytes of a collective."""

@@ -1,8 +1,8 @@
-"""Through host memory and the network card, driven by the CPU: no kernel is launched.
+"""The transport through host memory and the network card, driven by the CPU: no kernel is launched.
 
-The way of FreeScale's SM-free communication (arXiv 2604.24073): device to pinned memory, chunk by chunk over the network,
-pinned memory to device, the three stages at work on different chunks at the same time. CPU tensors take the middle stage only.
-Chunks go directly to their rank, not around a ring: the bytes that leave each rank are the same.
+This is FreeScale's SM-free communication (arXiv 2604.24073): device to pinned memory, chunk by chunk over the network, pinned
+memory to device. The three stages work on different chunks at the same time. CPU tensors take the middle stage only. Chunks go
+directly to their rank, not around a ring: the bytes that leave each rank are the same.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DeviceStaging:
         self._begin_to_device(arrived, chunk, self._incoming)
 
     def copy_local(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy a chunk to another place on the device, by way of the host: within a device a copy may be a kernel."""
+        """Begin to copy a chunk to another place on the device, through the host: within a device a copy may be a kernel."""
         copy = self.copy_to_host(source)
         copy.wait()
         self._begin_to_device(copy.memory, target, self._outgoing)
@@ -216,14 +216,14 @@ class _Round:
 class P2PSchedule:
     """One transfer in rounds: in each, every rank sends a chunk to one rank and receives one from another.
 
-    So a link carries one chunk each way at a time, and no rank is sent to by many at once. All ranks go through the rounds in
-    the same order, and wait only for a chunk of whose round all ranks have posted their part, or will without waiting for a
-    later one: uneven parts cannot make them wait for each other in a circle, as they could if chunks were counted instead of
-    rounds (a rank that receives little and sends much). Receives are posted ahead of sends.
+    So a link carries one chunk in each direction at a time, and no rank receives from many at once. All ranks go through the
+    rounds in the same order. They wait only for rounds whose part all ranks have posted, or will post without waiting for a
+    later one. So uneven parts cannot make them wait for each other in a circle, as they could if chunks were counted instead
+    of rounds (a rank that receives little and sends much). Receives are posted ahead of sends.
 
-    In flight are rounds that take a time, within bounds. The more, the less a rank that the system keeps from running for some
-    milliseconds holds up the others; the fewer, the sooner a higher lane has the link, whose messages queue behind these in the
-    network.
+    The rounds in flight take a certain time, within bounds. With more of them, a rank that the system keeps from running for
+    some milliseconds holds up the others less. With fewer, a higher lane has the link sooner, because its messages queue behind
+    these in the network.
     """
 
     def __init__(self, host: HostTransport, transfer: Transfer, ranks: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Inside one NVLink domain: copy engines write into the memory of the other GPUs, and streams wait for words in memory."""
+"""The transport inside an NVLink domain: copy engines write into other GPUs, and streams wait for words in memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class TransferProgress:
         self._link = link
         self._transfer = transfer  # its memory
         self._sent_before, self._received_before = list(link.sent), list(link.received)
-        self._outgoing, self._incoming = (
-            PeerChunks(way, {peer: parts[link.ranks[peer]] for peer in link.peers}, link.buffer.chunk, link.driver.pointer)
-            for way, parts in ((link.sending, transfer.outgoing), (link.receiving, transfer.incoming))
-        )
+        self._outgoing = PeerChunks(link, link.sending, transfer.outgoing)
+        self._incoming = PeerChunks(link, link.receiving, transfer.incoming)
         own = link.ranks[link.buffer.rank]
         source, target = transfer.outgoing[own].data_ptr(), transfer.incoming[own].data_ptr()
         self._own = source, target, len(transfer.outgoing[own]) if source != target else 0

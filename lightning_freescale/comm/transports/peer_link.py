@@ -1,9 +1,8 @@
-"""What lasts from transfer to transfer between the GPUs of a domain: memory, streams, counts, and the rounds in flight."""
+"""The link of a GPU to the others of its NVLink domain: streams, counts and rounds in flight last from transfer to transfer."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from ctypes import c_uint32
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +36,10 @@ class PeerChunks:
     To slice a tensor for every chunk would cost too much. What belongs to the peers is looked up once for many rounds.
     """
 
-    def __init__(self, direction: Direction, parts: dict[int, Tensor], chunk: int, pointer: Callable[[int], Any]) -> None:
-        self._direction, self._chunk, self._pointer = direction, chunk, pointer
-        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in parts.items()]
+    def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
+        self._direction, self._chunk, self._pointer = direction, link.buffer.chunk, link.driver.pointer
+        of_peers = ((peer, parts[link.ranks[peer]]) for peer in link.peers)
+        self._left = [(peer, part.data_ptr(), len(part)) for peer, part in of_peers]
         self._alike_until = 0
         self.largest = max((length for *_, length in self._left), default=0)
 
@@ -133,8 +133,8 @@ class Link:
 
     def wait_event(self, event: Any) -> None:
         """Let what comes next wait for an event of the caller's stream."""
-        for way in (self.sending, self.receiving):
-            self.driver.wait_event(way.stream, event)
+        for direction in (self.sending, self.receiving):
+            self.driver.wait_event(direction.stream, event)
 
     def enqueue_round(self, sends: PeerChunks, own: tuple[Any, Any, int] | None, receives: PeerChunks, is_last: bool) -> None:
         """Enqueue a round, where :attr:`is_full` is not set; ``is_last`` says whether it ends a transfer.
@@ -191,21 +191,21 @@ class Link:
             first += len(self.ranks)
         return self._urgent.record_event()
 
-    def _wait(self, way: Direction, peers: PeerChunks, first: int) -> list[Any]:
+    def _wait(self, direction: Direction, peers: PeerChunks, first: int) -> list[Any]:
         """Hold the stream until the next slots may be used, and return them; put their counts into words from ``first`` on."""
-        counts, lead = way.counts, way.lead
+        counts, lead = direction.counts, direction.lead
         numbers = [counts[rank] for rank in peers.ranks]
         after = [number + 1 for number in numbers]
         for rank, number in zip(peers.ranks, after):
             counts[rank] = number  # before the calls, for what is released must not be below what is awaited
         self._words[first : first + len(after)] = after
-        self.driver.wait_words(way.stream, peers.words, [number + lead for number in numbers])
+        self.driver.wait_words(direction.stream, peers.words, [number + lead for number in numbers])
         return [slots[number & 1] for slots, number in zip(peers.slots, numbers)]
 
-    def _count(self, way: Direction, peers: PeerChunks, first: int) -> None:
+    def _count(self, direction: Direction, peers: PeerChunks, first: int) -> None:
         """Count the copied chunks at the peers, in a call of its own, because copies of one call have no order."""
         words = self._sources[first : first + len(peers.ranks)]
-        self.driver.copy(way.stream, peers.counted, words, peers.word_lengths)
+        self.driver.copy(direction.stream, peers.counted, words, peers.word_lengths)
 
     def _mark_end(self, *events: Any) -> tuple[Any, Any]:
         sending, receiving = events

@@ -1,4 +1,4 @@
-"""Which lanes of this process have work, and which of them let others go first."""
+"""Priorities: a lane pauses between two chunks while a higher lane of this process has work."""
 
 from __future__ import annotations
 

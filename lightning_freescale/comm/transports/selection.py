@@ -1,4 +1,4 @@
-"""Which transports a lane may take: what the topology allows, why not the others, and how one is set up."""
+"""The transports that the topology of a group allows, the reasons against the others, and the set-up of one."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def build_transport(
 
 
 def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
-    """Return what every rank says, by way of the store."""
+    """Return the values of all ranks, through the store."""
     keys = [f"{what}/{rank}" for rank in range(p2p.size)]
     store.set(keys[p2p.rank], json.dumps(mine))
     end = time.monotonic() + timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the GPUs of its NVLink domain can write, and what each part of it is for."""
+"""Memory of a GPU that the GPUs of its NVLink domain can write, and the use of each part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group run on: which share a host, and which a fast link between GPUs."""
+"""The hardware of the ranks of a group: which share a host, and which a fast link between GPUs."""
 
 from __future__ import annotations
 

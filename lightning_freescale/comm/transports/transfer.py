@@ -95,8 +95,8 @@ class Transfer:
         gives, gets = outgoing.buffers[rank].shape[0], incoming.buffers[rank].shape[0]
         if gives != gets:
             raise ValueError(f"it gives itself {gives} bytes and expects {gets}: pass sizes that fit each other")
-        ways = outgoing.buffers, incoming.buffers
-        return Transfer(name, *ways, outgoing.dtype_index, outgoing.device, timeout, sequence_number)
+        parts = outgoing.buffers, incoming.buffers
+        return Transfer(name, *parts, outgoing.dtype_index, outgoing.device, timeout, sequence_number)
 
     def fits_in_header(self, part: Tensor) -> bool:
         """Return whether a rank's part travels in the header."""
