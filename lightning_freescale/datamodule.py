@@ -24,9 +24,8 @@ from lightning_freescale.data.interactions import (
 )
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData, describe_budget
-from lightning_freescale.data.options import BalanceOptions
+from lightning_freescale.data.options import BalanceOptions, PlanArguments
 from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
-from lightning_freescale.data.plan_arguments import PlanArguments
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import unusable_state
 from lightning_freescale.data.validation import LossReduction, check_loader_options, is_stream

@@ -14,7 +14,7 @@ from lightning_freescale._object_gather import gather_objects
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import LazyGlooOptions
-from lightning_freescale.data.plan_arguments import PlanArguments
+from lightning_freescale.data.options import PlanArguments
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
 from lightning_freescale.data.validation import loss_weight_fn, refuse_options, refuse_unused

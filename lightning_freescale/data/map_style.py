@@ -14,7 +14,7 @@ from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.forecast import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
-from lightning_freescale.data.plan_arguments import PlanArguments
+from lightning_freescale.data.options import PlanArguments
 from lightning_freescale.data.sample_costs import Refit, SampleCosts
 from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
 
@@ -45,10 +45,10 @@ class MapStyleData(SampleCosts):
     def __init__(self, dataset: Dataset[Any], given: PlanArguments) -> None:
         options, reduction = given.options, given.loss_reduction
         size = size_of(dataset, "train_dataset")
-        functions = {"lengths": given.lengths, "target_counts": given.target_counts}
-        if given.lengths is None:
-            functions["cost"] = given.cost
-        read = numbers_of_samples(dataset, size, **{name: value for name, value in functions.items() if callable(value)})
+        cost = given.cost if given.lengths is None else None
+        read: dict[str, Any] = numbers_of_samples(
+            dataset, size, lengths=given.lengths, target_counts=given.target_counts, cost=cost
+        )
         lengths, target_counts = read.get("lengths", given.lengths), read.get("target_counts", given.target_counts)
         lengths = None if lengths is None else non_negative("lengths", lengths, size)
         super().__init__(given, lengths, read.get("cost", given.cost), size)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.validation import non_negative
-from lightning_freescale.data.plan_arguments import PlanArguments
+from lightning_freescale.data.options import PlanArguments
 
 
 @dataclass(frozen=True)

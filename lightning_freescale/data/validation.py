@@ -48,12 +48,13 @@ def size_of(dataset: Any, argument: str) -> int:
     return size
 
 
-def numbers_of_samples(dataset: Any, size: int, **functions: Callable[[Any], Any]) -> dict[str, NDArray[np.float64]]:
-    """Return the results of functions for every sample, shape ``[size]``, by their names; reads the data set once.
+def numbers_of_samples(dataset: Any, size: int, **given: Any) -> dict[str, NDArray[np.float64]]:
+    """Return the results of those arguments that are functions of one sample, shape ``[size]``; reads the data set once.
 
     Raises:
         ValueError: a number is negative or not finite.
     """
+    functions: dict[str, Callable[[Any], Any]] = {name: value for name, value in given.items() if callable(value)}
     numbers: dict[str, list[Any]] = {name: [] for name in functions}
     for index in range(size if functions else 0):
         sample = dataset[index]
