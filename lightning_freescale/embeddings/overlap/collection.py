@@ -1,4 +1,4 @@
-"""Tables of a sharded collection whose exchange runs behind the model's compute: what the training thread does."""
+"""The tables of a sharded collection that are exchanged together, as the training thread uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeO
 
 
 class OverlappedCollection:
-    """The rows of a collection in one step after the other, from its lookups to the gradients of what they have returned.
+    """The rows of a collection in every step, from its lookups to the gradients of the rows, and between steps.
 
     Shards, kernels, fused updates and state dicts are TorchRec's; the exchange of ids and rows and the routing of gradients
     are ours. TorchRec's own pipeline for this is made for CUDA and fx-traceable models and gives other numbers; its exchange

@@ -1,4 +1,4 @@
-"""The exchange of all collections of a module, step by step; for any training loop."""
+"""The overlap engine: the exchange of all collections of a module, step by step, for any training loop."""
 
 from __future__ import annotations
 

@@ -181,17 +181,13 @@ def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
-    Args:
-        layout: where the collection's rows live.
-        rank: this rank.
-        kernels: what updates them.
+    Attributes:
+        layout: where the collection's rows are.
+        kernels: update the rows.
         dim: width of a row.
         clip_value: limit of every element of a row's gradient, added up, in :meth:`update`; None for none.
-
-    Attributes:
-        clip_value: as given.
+        rank: this rank.
         count: rows owned.
-        rank: as given.
     """
 
     def __init__(

@@ -44,11 +44,7 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 class _Output:
     """The results of a collection, made of rows.
 
-    A result is what a table has for one of its features. Where a plan splits the columns of the table, it consists of parts.
-
-    Args:
-        collection: the whole collection.
-        layouts: of its tables, as :func:`.row_layout.parts_by_width` returns them.
+    There is one result for each feature of a table. Where a plan splits the columns of the table, a result consists of parts.
     """
 
     def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:

@@ -124,14 +124,7 @@ _WORDS = len(Head._fields)
 
 
 class ProxyRoute:
-    """Has the methods of :class:`.DirectRoute`, over two hops.
-
-    Args:
-        near: moves messages among the ranks of this node.
-        far: moves them among the ranks with this one's place in their nodes.
-        local: this rank's rows, of a layout with ``nodes``.
-        no_rows: a request for none.
-    """
+    """Has the methods of :class:`.DirectRoute`, over the hops ``near`` and ``far``."""
 
     def __init__(self, near: Transport, far: Transport, local: LocalRows, no_rows: RowRequest) -> None:
         self._near, self._far, self._local, self.no_rows = near, far, local, no_rows
