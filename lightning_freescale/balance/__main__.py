@@ -1,4 +1,4 @@
-"""``python -m lightning_freescale.balance``: what balancing would bring, before anyone buys GPUs; what samples cost, after."""
+"""``python -m lightning_freescale.balance``: predict the effect of balancing, and fit the cost of samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m light
 
 def _simulate(options: argparse.Namespace) -> None:
     cost, assign_options = _cost_model(options), _assign_options(options)
-    figure = None if options.plot is None else new_figure(7.5, 4.5)  # a missing matplotlib is told before the work
+    figure = None if options.plot is None else new_figure(7.5, 4.5)  # a missing matplotlib is reported before the work
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)
@@ -57,15 +57,17 @@ def _simulate(options: argparse.Namespace) -> None:
     counts = counts_allowed(assign_options["assignment_mode"])
     _explain(rows, counts, options.padded)
     for row in rows:
-        told = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
+        sentences = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
         if row.padding is not None:
-            told.insert(
+            sentences.insert(
                 0, f"{row.padding_unbalanced:.0%} of the computed tokens are padding as drawn, {row.padding:.0%} balanced."
             )
         if row.fill is not None:
-            told.insert(0, f"Steps of up to {row.samples_per_step} samples, which use {row.fill:.1%} of the tokens allowed.")
-        if any(told):
-            print(f"\n{row.ranks} ranks: {' '.join(filter(None, told))}")
+            sentences.insert(
+                0, f"Steps of up to {row.samples_per_step} samples, which use {row.fill:.1%} of the tokens allowed."
+            )
+        if any(sentences):
+            print(f"\n{row.ranks} ranks: {' '.join(filter(None, sentences))}")
     if figure is not None:
         plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}", counts)
     if options.json is not None:

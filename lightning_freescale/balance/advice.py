@@ -1,4 +1,4 @@
-"""When no assignment can help: say so, and what would."""
+"""Advice for the case that no assignment can help, with the settings that would."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_freescale.balance.validation import Floats, non_negative
 ACCEPTABLE_IMBALANCE = 1.02
 """Up to this imbalance (2 % idle) there is nothing to advise."""
 _WORTH_TELLING = 0.005
-"""Differences in imbalance below this are not told."""
+"""Smaller differences in imbalance are not reported."""
 _PERCENTILE = 99
 _WORTH_PARTS, _SAMPLES_OF_PART = 1.1, 4
-"""Micro-batches are told of if they are predicted to save more than this, and have so many samples: each costs time as well."""
+"""Micro-batches are advised if they are predicted to save more than this, and have so many samples: each takes time as well."""
 _PLANNED = 2
 """Steps of an alternative that are planned, see :func:`report_plans`."""
 
@@ -82,18 +82,18 @@ def advise_on(
     if report.padding is not None:
         return _with_parts(report, plans)
     fewer = fewer_than_asked(len(setting["costs"]), setting["ranks"], setting["batch_size"])
-    told = "" if fewer is None else f"{fewer} "
-    told += _bounds(report, plans, setting)
+    sentences = "" if fewer is None else f"{fewer} "
+    sentences += _bounds(report, plans, setting)
     now = min(report.balanced, predicted.balanced)
     tried = sorted([*_with_other_counts(plans, setting), *_with_other_steps(plans, setting, lengths, predicted)])
     better = "".join(f"\n  {value:.3f} {text}" for value, text in tried if value < now - _WORTH_TELLING)
-    told += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
+    sentences += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
     if report.dominated:
-        told += (
+        sentences += (
             "Splitting such a history over several ranks (context parallelism) drops nothing and keeps all steps, but is the "
             "model's work: its attention has to run over several ranks."
         )
-    return told.strip()
+    return sentences.strip()
 
 
 def _with_parts(report: BalanceReport, plans: Sequence[StepPlan]) -> str | None:
@@ -125,11 +125,11 @@ def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str,
     """Return what no assignment gets below, at which counts, and why."""
     mode = setting.get("assignment_mode", "fixed")
     bound = _with_idle(report.lower_bound)
-    told = f"No assignment of these steps {counts_allowed(mode)} gets below {bound}: {_reason(report, mode)}."
+    text = f"No assignment of these steps {counts_allowed(mode)} gets below {bound}: {_reason(report, mode)}."
     if mode == "free":
-        return told
+        return text
     free = report_plans(in_mode("free", plans), planned=0).lower_bound
-    return f"{told} At any counts the bound is {_with_idle(free)}." if free < report.lower_bound - _WORTH_TELLING else told
+    return f"{text} At any counts the bound is {_with_idle(free)}." if free < report.lower_bound - _WORTH_TELLING else text
 
 
 def _reason(report: BalanceReport, mode: str) -> str:

@@ -1,4 +1,4 @@
-"""Which rank computes which sample of a global batch."""
+"""The assignment of the samples of a global batch to the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit the cost model while training, and tell when the steps should be planned by the fit."""
+"""Fit the cost model while training, and decide when the steps should be planned by the fit."""
 
 from __future__ import annotations
 

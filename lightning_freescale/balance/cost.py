@@ -1,4 +1,4 @@
-"""What a sample costs: a model of compute time by history length and unique ids, from a configuration or measured times."""
+"""The cost of a sample: compute time by history length and unique ids, from a configuration or from measured times."""
 
 from __future__ import annotations
 
@@ -162,11 +162,11 @@ def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
     """Return the seconds of a step without samples, and the coefficients of the sums.
 
     Args:
-        sums: of a rank and step, shape ``[observations, coefficients]``; the first ones tell whether counts are equal.
+        sums: of a rank and step, shape ``[observations, coefficients]``; the first column shows whether counts are equal.
         seconds: measured, shape ``[observations]``.
     """
     columns = np.column_stack([np.ones(len(sums)), sums])
-    # equal counts cannot tell a cost per sample from one per step
+    # equal counts cannot separate a cost per sample from one per step
     if np.ptp(sums[:, 0]) < 0.01 * sums[:, 0].mean():
         columns[:, 1] = 0.0
     scale = np.maximum(columns.max(axis=0), 1e-300)

@@ -291,7 +291,7 @@ class GlobalBatches:
             first = max(first, begun + interrupted)
         full, edges = settings.batch_size * settings.ranks, self._steps.for_epoch(epoch)
         steps = len(edges) - 1
-        # an optimizer step that the limit ends early has its own samples, not the dearest of more
+        # an optimizer step that the limit ends early has its own samples, not the most expensive of more
         last = min(settings.limit, steps) if isinstance(settings.limit, int) else int(settings.limit * steps)
         shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
         return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)

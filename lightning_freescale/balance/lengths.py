@@ -1,4 +1,4 @@
-"""History lengths from a file, for what is asked before there is a data set."""
+"""History lengths from a file, for predictions before there is a data set."""
 
 from __future__ import annotations
 

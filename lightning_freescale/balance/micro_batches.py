@@ -47,10 +47,10 @@ def cut(
     loss_is_sum: bool = False,
     padded: bool = False,
 ) -> MicroBatches:
-    """Return a rank's samples of a step as micro-batches of samples, at equal cost as far as that can be; dearest first.
+    """Return a rank's samples of a step as micro-batches of nearly equal cost, the most expensive first.
 
-    Every rank begins with its dearest, so that those which are computed at the same time cost about the same. Each has a
-    sample that weighs something: the mean loss over samples without targets is no number, whatever its share.
+    Every rank begins with its most expensive one, so that micro-batches that are computed at the same time cost about the
+    same. Each has a sample that weighs something: the mean loss over samples without targets is not a number.
 
     Args:
         samples: anything that numpy can index, such as a list.
@@ -69,8 +69,8 @@ def cut(
     if len(np.unique(part_of_sample[weighed > 0])) < parts:
         part_of_sample = _weighing_first(costs, parts, weighed > 0, padded)
     loads = padded_loads(costs, part_of_sample, None, parts) if padded else np.bincount(part_of_sample, costs, parts)
-    dearest = np.argsort(-loads, kind="stable")
-    places = [np.flatnonzero(part_of_sample == part) for part in dearest]
+    by_load = np.argsort(-loads, kind="stable")
+    places = [np.flatnonzero(part_of_sample == part) for part in by_load]
     shares = np.array([weighed[each].sum() for each in places]) / weighed.sum()
     return MicroBatches(tuple([samples[place] for place in each] for each in places), tuple(shares.tolist()), loss_is_sum)
 
@@ -122,7 +122,7 @@ class Turns(Generic[Candidate]):
         self._phases = [((0, 0), tuple(candidates))]
 
     def change(self, candidates: Sequence[Candidate], epoch: int, step: int) -> None:
-        """Let others take turns from a step on; call it with the same arguments on every rank, before anybody asks for it."""
+        """Let others take turns from a later step on; call it with the same arguments on every rank."""
         self._phases.append(((epoch, step), tuple(candidates)))
 
     def candidate(self, epoch: int, step: int) -> Candidate:
@@ -164,7 +164,7 @@ class MicroBatchSchedule:
     Attributes:
         auto: whether they were to be chosen by measurement.
         candidates: the numbers that may be chosen.
-        handed_out: the last (epoch, step) that anybody has asked for.
+        handed_out: the last (epoch, step) whose number was used.
         measured: the number that measurements have found best, in this run or the one that it resumes; None if none have.
     """
 

@@ -1,4 +1,4 @@
-"""What balancing brings, step by step and over an epoch."""
+"""The effect of balancing, step by step and over an epoch."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
         tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
         exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
-            Balanced steps hardly differ in what a cost model is fitted to; a few that do tell its coefficients apart.
+            Balanced steps hardly differ in what a cost model is fitted to; a few that do separate its coefficients.
         micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
             something.
         window: how many of these steps make one optimizer step, whose gradients are accumulated. Their samples are shared
@@ -371,8 +371,8 @@ def _refuse_with_budget(given: dict[str, bool]) -> None:
 
 def is_exploration_step(step: int) -> bool:
     """Return True for every fifth step; not for the first, by which the ranks compare their plans."""
-    # balanced steps differ too little to tell a cost per token from a cost per step: without these, fits were up to twice as
-    # far off
+    # balanced steps differ too little to separate a cost per token from a cost per step: without these, the error of fits was
+    # up to twice as large
     return step % 5 == 4
 
 

@@ -1,4 +1,4 @@
-"""Which samples each micro-batch of an optimizer step has, so that those that cost much are computed at the same time."""
+"""The samples of each micro-batch of an optimizer step, so that expensive ones are computed at the same time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     """Return which micro-batch of a window each sample is computed in, shape ``[samples]``; all have as many samples.
 
     The ranks meet at every micro-batch, so a window takes as long as the slowest ranks of its micro-batches take together.
-    Samples that cost more than a rank's fair share of a micro-batch come into the same one, the dearest of each rank, and the
-    other ranks' samples are as dear, together, as there is time for. What is left costs the same in all others. Which
-    micro-batch a sample is in does not change the window's gradient.
+    Samples that cost more than a rank's fair share of a micro-batch come into the same one, the most expensive of each rank.
+    The other ranks' samples of it are as expensive, together, as the time allows. The remaining samples cost the same in all
+    other micro-batches. Which micro-batch a sample is in does not change the window's gradient.
 
     Args:
         costs: shape ``[samples]``.
@@ -109,11 +109,11 @@ class DrawnWindow:
 
 
 def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
-    """Return which samples come with the dearest ones, one for each rank, so that ranks are done at ``level`` as far as can be.
+    """Return the company of the most expensive samples, one of each rank, so that ranks reach ``level`` as far as possible.
 
     Args:
-        cost: from the dearest to the cheapest, shape ``[samples]``.
-        level: when the rank with the dearest is done, with the cheapest company.
+        cost: from the most expensive to the cheapest, shape ``[samples]``.
+        level: when the rank with the most expensive one is done, with the cheapest company.
         ranks: how many there are.
         each: samples of a rank.
     """
@@ -129,7 +129,7 @@ def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
 
 
 def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
-    """Choose the dearest neighbours that there is time for, and return them: they leave the cheapest to others."""
+    """Choose the most expensive neighbours within the time, and return them: they leave the cheapest to others."""
     left = np.flatnonzero(~chosen)[::-1]  # the cheapest first
     total = np.concatenate([[0], cost[left].cumsum()])
     runs = total[count:] - total[: len(total) - count]
@@ -140,7 +140,7 @@ def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
 
 
 def _replace(cost: Ints, chosen: Mask, company: Ints, time: int) -> None:
-    """Replace some of a rank's company, in place, by dearer ones that there is still time for."""
+    """Replace some of a rank's company, in place, by more expensive samples that still fit into the time."""
     for _ in range(_REPLACED):
         left = np.flatnonzero(~chosen)[::-1]
         spare = time - int(cost[company].sum())

@@ -1,4 +1,4 @@
-"""How many rows a batch needs, and how many of them another one needs as well: closed forms for Zipf-distributed items."""
+"""The rows that a batch needs, and those that it shares with another one: closed forms for Zipf-distributed items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an exchange between all ranks takes: links that are shared fairly, or the busiest direction of any."""
+"""The time of an exchange between all ranks: links that are shared fairly, or the busiest direction of any."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Network:
 
     @classmethod
     def read(cls, path: Path) -> Network:
-        """Return the network that a JSON file tells; what it leaves out stays as assumed.
+        """Return the network that a JSON file describes; fields that it leaves out stay as assumed.
 
         A quantity is a number, or ``{"value": 25e9, "low": 20e9, "high": 26e9, "word": "measured", "source": "nccl-tests"}``; a
         number alone is assumed, with no range.
@@ -63,14 +63,14 @@ class Network:
             ValueError: it is no such file; names the entry.
         """
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            given = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         known = [each.name for each in fields(cls)]
-        if not isinstance(told, Mapping) or set(told) - set(known):
+        if not isinstance(given, Mapping) or set(given) - set(known):
             raise ValueError(f"{path} describes no network: pass an object with some of {', '.join(known)}")
         default = cls()
-        return cls(**{name: _entry(path, name, getattr(default, name), value) for name, value in told.items()})
+        return cls(**{name: _entry(path, name, getattr(default, name), value) for name, value in given.items()})
 
     def finish(
         self,
@@ -172,15 +172,15 @@ class Network:
         return finish
 
 
-def _entry(path: Path, name: str, default: Any, told: Any) -> Any:
+def _entry(path: Path, name: str, default: Any, given: Any) -> Any:
     if name == "ranks_per_node":
-        if isinstance(told, int) and told >= 1:
-            return told
-        raise ValueError(f"{path}, {name}: {told!r} is not a whole number >= 1")
-    given = {"value": told} if isinstance(told, (int, float)) else told
+        if isinstance(given, int) and given >= 1:
+            return given
+        raise ValueError(f"{path}, {name}: {given!r} is not a whole number >= 1")
+    quantity = {"value": given} if isinstance(given, (int, float)) else given
     try:
-        return Quantity(**{"word": WORDS[1], "unit": default.unit, "source": path.name, **given})
+        return Quantity(**{"word": WORDS[1], "unit": default.unit, "source": path.name, **quantity})
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}, {name}: {told!r} is no quantity ({error}); pass a number, or value, low, high, word"
+            f"{path}, {name}: {given!r} is no quantity ({error}); pass a number, or value, low, high, word"
         ) from error

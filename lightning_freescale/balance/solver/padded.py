@@ -1,4 +1,4 @@
-"""Plans for ranks that pad their samples: a rank's cost is its number of samples times the cost of the dearest one."""
+"""Plans for ranks that pad their samples: a rank's cost is its number of samples times the cost of the most expensive one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PaddedPlan:
 
 
 def padded_loads(cost: NDArray[Any], rank_of_sample: Ints, part_of_sample: Ints | None, ranks: int) -> NDArray[Any]:
-    """Return the padded cost of every rank, shape ``[ranks]``: of each part, its samples times the dearest one.
+    """Return the padded cost of every rank, shape ``[ranks]``: of each part, its samples times the most expensive one.
 
     Args:
         cost: of each sample, shape ``[samples]``, not negative.
@@ -49,9 +49,9 @@ def padded_loads(cost: NDArray[Any], rank_of_sample: Ints, part_of_sample: Ints 
     """
     parts = 1 if part_of_sample is None else int(part_of_sample.max(initial=0)) + 1
     place = rank_of_sample * parts + (0 if part_of_sample is None else part_of_sample)
-    dearest = np.zeros(ranks * parts, dtype=np.asarray(cost).dtype)
-    np.maximum.at(dearest, place, cost)
-    return (dearest * np.bincount(place, minlength=ranks * parts)).reshape(ranks, parts).sum(axis=1)
+    most = np.zeros(ranks * parts, dtype=np.asarray(cost).dtype)
+    np.maximum.at(most, place, cost)
+    return (most * np.bincount(place, minlength=ranks * parts)).reshape(ranks, parts).sum(axis=1)
 
 
 def padded_search(problem: Problem, parts: int = 1) -> PaddedPlan | None:
