@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
+from lightning_freescale import BubbleProfiler
 from lightning_freescale.checkpoint import single_file
 from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -69,6 +70,16 @@ def _save_over(path: Path) -> list[tuple[bool, list[str]]]:
         torch.distributed.barrier()
     fit(resume=path, samples=24)
     return found
+
+
+def _save_after_a_profiled_fit(path: Path) -> bool:
+    profiler = BubbleProfiler(path.parent / "report", verbose=False)
+    fit(save=path, strategy={"checkpoint": "sharded"}, callbacks=[profiler], **SHORT)
+    return path.is_dir()
+
+
+def test_a_profiler_leaves_the_way_of_saving_as_it_was(tmp_path: Path) -> None:
+    assert run_distributed(_save_after_a_profiled_fit, 1, tmp_path / "end.ckpt") == [True]
 
 
 def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
