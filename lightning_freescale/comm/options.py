@@ -36,9 +36,9 @@ class ProcessGroupFreeScaleOptions:
     priority: int = 0
     chunk_bytes: int = 1024 * 1024
 
-    lazy_gloo: ClassVar[bool] = False
+    _lazy_gloo: ClassVar[bool] = False
     """Whether gloo connects at its first collective, which then waits for all ranks even to be issued."""
-    max_ctas: ClassVar[int | None] = None
+    _max_ctas: ClassVar[int | None] = None
     """Thread blocks, and so streaming multiprocessors, that NCCL takes at most; None: as many as it chooses."""
 
     def __post_init__(self) -> None:
@@ -51,11 +51,11 @@ class ProcessGroupFreeScaleOptions:
 class LazyGlooOptions(ProcessGroupFreeScaleOptions):
     """Options of the lanes that this package makes: most have no collective of gloo."""
 
-    lazy_gloo = True
+    _lazy_gloo = True
 
 
 class OverlapOptions(LazyGlooOptions):
     """Options of a lane whose collectives run beside compute. Not tested on GPU."""
 
     # NCCL takes these from the compute, and from DDP's all-reduce, which has to fit on the device as well
-    max_ctas = 8
+    _max_ctas = 8

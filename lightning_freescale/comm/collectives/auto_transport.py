@@ -51,7 +51,7 @@ def settle_transport(
     in the log of the group's first rank. ``make_device`` is called where there is something to measure. Not tested on GPU.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
-    sizes = lane.options.chunk_bytes, lane.options.max_ctas
+    sizes = lane.options.chunk_bytes, lane.options._max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
     store, steps = dist.PrefixStore("auto", backend_opts.store), count()
 

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class NativeBackends:
     """The backends that torch itself would use for the collectives of one group.
 
-    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. With ``lazy_gloo`` the
+    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. With ``_lazy_gloo`` the
     first collective makes them, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy connections
     would wait five times the timeout for a rank that is gone.) Messages between two ranks take the lane's. Gloo's collectives
     take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
@@ -58,7 +58,7 @@ class NativeBackends:
         self._gloo: Any = None
         self._gloo_failure = ""
         self._hidden = self._shown = False
-        if not lane.options.lazy_gloo:
+        if not lane.options._lazy_gloo:
             self.connect_gloo("set-up")
         if shared and backend_opts.group_rank == 0:
             _tell_of_gloo(shared)
@@ -127,7 +127,7 @@ class NativeBackends:
             if not self._gloo_failure:
                 # several threads may come here for groups of their own: on one connection to the store, where one waits after
                 # the other, they could wait crosswise
-                opts, lazy = self._opts, self._lane.options.lazy_gloo
+                opts, lazy = self._opts, self._lane.options._lazy_gloo
                 store = dist.PrefixStore("gloo", opts.store.clone() if lazy else opts.store)
                 try:
                     all_gather_json("connected", None, self._lane.p2p, store, opts.timeout)
@@ -151,8 +151,8 @@ class NativeBackends:
         options._timeout = self._opts.timeout
         options.global_ranks_in_group = self._opts.global_ranks_in_group
         options.group_name = self._opts.group_id
-        if self._lane.options.max_ctas is not None:
-            options.config.max_ctas = self._lane.options.max_ctas
+        if self._lane.options._max_ctas is not None:
+            options.config.max_ctas = self._lane.options._max_ctas
         store = dist.PrefixStore("nccl", self._opts.store)
         nccl = dist.ProcessGroupNCCL(store, self._opts.group_rank, self._opts.group_size, options)
         _number_collectives(nccl)

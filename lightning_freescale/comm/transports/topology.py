@@ -101,7 +101,7 @@ class Topology:
         first: dict[str, int] = {}
         for rank, hardware in enumerate(self.hardware):
             if hardware.gpu and first.setdefault(hardware.gpu, rank) != rank:
-                return self._two(first[hardware.gpu], rank) + " share a GPU"
+                return f"ranks {self.ranks[first[hardware.gpu]]} and {self.ranks[rank]} share a GPU"
         return ""
 
     def find_alone(self) -> str:
@@ -109,30 +109,26 @@ class Topology:
         for ranks in self.hosts.values():
             blind = [rank for rank in ranks if self.hardware[rank].gpu and self.hardware[rank].visible == 1]
             if blind and len({self.hardware[rank].gpu for rank in ranks}) > 1:
-                names = ", ".join(str(self.ranks[rank]) for rank in blind)
-                return f"{'rank' if len(blind) == 1 else 'ranks'} {names} of {self.hardware[blind[0]].host}"
+                return f"{self._names(blind)} of {self.hardware[blind[0]].host}"
         return ""
 
     def find_lacking(self, attribute: str) -> str:
         """Name the ranks on which an attribute of the hardware is empty; empty if there are none."""
-        found = [rank for rank, hardware in zip(self.ranks, self.hardware) if not getattr(hardware, attribute)]
-        return f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(map(str, found))}" if found else ""
+        found = [rank for rank, hardware in enumerate(self.hardware) if not getattr(hardware, attribute)]
+        return self._names(found) if found else ""
 
     def _gap(self, a: int, b: int) -> str:
-        one, other = self.hardware[a], self.hardware[b]
+        one, other, names = self.hardware[a], self.hardware[b], f"ranks {self.ranks[a]} and {self.ranks[b]}"
         if (one.host, one.boot) != (other.host, other.boot):
-            return f"{self._two(a, b)} are on hosts {one.host} and {other.host}"
-        if self._same_gpu(a, b):
-            return "" if one.shares and other.shares else f"{self._two(a, b)} both use {one.place} of {one.host}"
+            return f"{names} are on hosts {one.host} and {other.host}"
+        if one.gpu == other.gpu:
+            return "" if one.shares and other.shares else f"{names} both use {one.place} of {one.host}"
         if one.gpu in other.links and other.gpu in one.links:
             return ""
-        return f"no NVLink is seen between {self._two(a, b)} ({one.place} and {other.place} of {one.host})"
+        return f"no NVLink is seen between {names} ({one.place} and {other.place} of {one.host})"
 
-    def _same_gpu(self, a: int, b: int) -> bool:
-        return self.hardware[a].gpu == self.hardware[b].gpu
-
-    def _two(self, a: int, b: int) -> str:
-        return f"ranks {self.ranks[a]} and {self.ranks[b]}"
+    def _names(self, ranks: Sequence[int]) -> str:
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(self.ranks[rank]) for rank in ranks)}"
 
 
 def _uuid(device: int) -> str:
