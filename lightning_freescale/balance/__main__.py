@@ -17,8 +17,16 @@ from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.forecast import fewer_than_asked
-from lightning_freescale.balance.lengths import KINDS, describe_lengths, read_lengths
-from lightning_freescale.balance.simulate import Forecast, forecast, format_table, new_figure, plot
+from lightning_freescale.balance.simulate import (
+    KINDS,
+    Forecast,
+    describe_lengths,
+    forecast,
+    format_table,
+    new_figure,
+    plot,
+    read_lengths,
+)
 
 _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32 --dim 256"
 

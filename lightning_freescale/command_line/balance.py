@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel
 from lightning_freescale.balance.__main__ import add_commands, main
 from lightning_freescale.balance.forecast import fewer_than_asked
-from lightning_freescale.balance.lengths import KINDS, describe_lengths, read_lengths
+from lightning_freescale.balance.simulate import KINDS, describe_lengths, read_lengths
 
 
 def run(command: str, arguments: list[str]) -> None:

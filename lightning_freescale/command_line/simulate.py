@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.calibration import fit_report
-from lightning_freescale.balance.lengths import KINDS, describe_lengths, read_lengths
-from lightning_freescale.balance.simulate import new_figure
+from lightning_freescale.balance.simulate import KINDS, describe_lengths, new_figure, read_lengths
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
 from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks, plot
 from lightning_freescale.simulator.page import write_page

@@ -16,8 +16,7 @@ from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assi
 from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.global_batches import draw_order
-from lightning_freescale.balance.lengths import read_lengths
-from lightning_freescale.balance.simulate import Forecast, forecast, new_figure, plot
+from lightning_freescale.balance.simulate import Forecast, forecast, new_figure, plot, read_lengths
 
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
 OUTLIER = np.array([1] * 63 + [10_000])
