@@ -1,4 +1,4 @@
-"""The thread on which a lane, the overlap engine and the profiler run their jobs, in the order they were given."""
+"""A thread that runs the jobs of a process group, of the overlap engine or of the profiler in the order of their submission."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WorkerThread:
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> Any:
-        """Copy a worker, as a part of an object that is copied or pickled, without its jobs."""
+        """Copy or pickle a worker without its jobs, as a part of another object."""
         return type(self), (self.name,)
 
     def submit(self, job: Job, *args: Any) -> Future[Any]:
@@ -59,7 +59,7 @@ class WorkerThread:
 
     def run(self, job: Job) -> Future[Any]:
         """Run a job on the caller's thread, or behind those that are queued; the future returned is done."""
-        # a thread that is woken costs more than a small message, so it is woken only where other jobs come first
+        # waking a thread costs more than a small message, so it is woken only if other jobs come first
         inside = threading.current_thread() is self._thread  # a callback of one of this thread's futures
         with self._state:
             idle = inside or (self._waiting == 0 and self._turn.acquire(blocking=False))
@@ -102,13 +102,13 @@ class WorkerThread:
             self.cpu_seconds += time.thread_time() - began
             with self._state:
                 self._waiting -= 1
-            resolve()  # only now: who waits for it may give this thread the next job
+            resolve()  # last, because a waiting thread may submit the next job at once
             del queued, future, job, args, resolve  # their tensors
             _resume_collections()  # last: this thread allocates nothing more until its next job, which has its own pause
 
 
 def has_job(frame: FrameType | None) -> bool:
-    """Whether a thread whose innermost frame this is, is that of a worker that runs a job, and does not wait for one."""
+    """Return True if the thread with this innermost frame is a worker's that runs a job and does not wait for one."""
     inside = False
     while frame is not None:
         if frame.f_code is WorkerThread._work.__code__:

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, for our tests and for yours."""
+"""Run a function on several ranks in tests."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[A
                 ranks[rank].join(grace)
                 ok, value = False, f"died with exit code {ranks[rank].exitcode}"
             (results if ok else failures)[rank] = value
-            if not ok:  # the others fail because of it soon, or would wait for it until the timeout
+            if not ok:  # the other ranks fail soon because of it, or would wait for it until the timeout
                 deadline = min(deadline, time.monotonic() + grace)
     if failures:
         raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
@@ -122,10 +122,10 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, port: int, timeou
 
 @contextmanager
 def _reserved_port() -> Generator[int, None, None]:
-    """Yield a port that one process may listen on, and that is given to no other program inside the context."""
+    """Yield a port that one process may listen on, and that no other program gets inside the context."""
     with socket.socket() as held:
-        # Bound, and not listened on: Linux lets another socket with this option, as torch's stores have it, listen there, and
-        # gives the port to nobody who takes any.
+        # Bound, but not listening: Linux lets another socket with this option, such as those of torch's stores, listen on the
+        # port, and does not assign it to a socket that asks for any port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

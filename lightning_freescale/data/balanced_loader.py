@@ -50,7 +50,7 @@ class BalancedDataLoader(DataLoader[Any]):
             dataset: map-style.
             sampler: yields the indices of each step.
             collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-            for_gpu: whether batches go to a GPU: from pinned memory then, if not said otherwise, without a wait of the host.
+            for_gpu: whether batches go to a GPU; they are then in pinned memory unless ``pin_memory`` is given.
             **loader_options: further options of ``torch.utils.data.DataLoader``.
         """
         loader_options.setdefault("pin_memory", for_gpu)
@@ -70,15 +70,15 @@ class BalancedDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that workers start at the first batch: Lightning calls iter() before it sets the epoch.
-        # Making a loader's iterator draws the workers' seed from the global state, once more in a run that resumes inside an
-        # epoch, and dropout would differ from then on. So the seed comes from the epoch and the rank.
+        # Making a loader's iterator draws the workers' seed from the global random state. A run that resumes inside an epoch
+        # would draw once more, and its dropout would differ. So the seed comes from the epoch and the rank.
         sampler = cast(BalancedSampler, self.sampler)
         seed = torch.initial_seed() + 1_000_003 * sampler.epoch + sampler.rank
         self.generator = torch.Generator().manual_seed(seed % 2**63)
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the data module keeps the progress; having the method tells Lightning that this loader resumes."""
+        """Return nothing, because the data module keeps the progress; by the method Lightning knows that the loader resumes."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

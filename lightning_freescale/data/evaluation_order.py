@@ -1,4 +1,4 @@
-"""The order in which validation and test read their samples where a model pads its batches."""
+"""Order the samples of validation and test for models that pad their batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_freescale.balance.solver import Ints
 from lightning_freescale.data.validation import size_of
 
 _WINDOW_STEPS = 64
-"""So many steps exchange samples: few are padded then, and files are still read nearly in order."""
+"""Steps that exchange samples: enough for little padding, and few enough to read files nearly in order."""
 
 
 class EvaluationSampler(BalancedSampler):
@@ -67,7 +67,7 @@ class EvaluationSampler(BalancedSampler):
         return samples if self._grouped is None else self._grouped[samples]
 
     def _group(self, lengths: NDArray[np.float64]) -> Ints:
-        """Return the sample that each place of the data set's order gets."""
+        """Return the sample for each place of the data set's order."""
         steps, order, load = len(self), np.arange(len(lengths)), np.zeros(self.num_replicas)
         evaluated = min(self._limit, steps) if isinstance(self._limit, int) else int(self._limit * steps)
         in_memory = getattr(self._dataset, "samples_in_memory", len(lengths))
@@ -87,7 +87,7 @@ class EvaluationSampler(BalancedSampler):
 
 
 def _lengths_of(dataset: Any, samples: int) -> NDArray[np.float64] | None:
-    """Return the ``lengths`` of a data set, None if it has none that fit."""
+    """Return the ``lengths`` of a data set, None if it has no valid ones."""
     try:
         lengths = np.asarray(getattr(dataset, "lengths", None), dtype=np.float64)
     except (TypeError, ValueError, RuntimeError):  # a method, a ragged list, a tensor on a GPU or with a gradient

@@ -26,7 +26,7 @@ Place = list[tuple[str, tuple[int, ...]]]
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_FEATURES = 8
 _FEW, _SOME, _MANY = 2, 3, 6
-"""Batches or different lengths that an explanation needs, the more of them the more its numbers are fitted."""
+"""Batches or different lengths that an explanation needs; one with more fitted numbers needs more."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class PaddingDetector:
         self._verdict: tuple[Padding | None, int | None] = (None, None)
 
     def observe(self, batches: Sequence[BatchShapes]) -> None:
-        """Add batches to those that decide.
+        """Observe more batches.
 
         Args:
             batches: batches of one step, of all ranks and micro-batches. Their order has no effect. Empty batches are ignored.
@@ -173,7 +173,7 @@ class PaddingDetector:
 
     @property
     def padding(self) -> Padding | None:
-        """How batches are padded, None while the batches observed do not tell.
+        """The kind of padding, None until it is detected.
 
         ``"none"``: The values of all samples are concatenated. ``"batch"``: Samples are padded to the longest sample of the
         batch, or to the next multiple of a power of two. ``"fixed"``: Samples are padded to the same length in all batches. A
@@ -183,7 +183,7 @@ class PaddingDetector:
 
     @property
     def sees_padding(self) -> bool:
-        """Whether any batch holds samples that are padded, to whatever length."""
+        """Whether any batch holds padded samples."""
         return any(kind == "padded" for shapes in self._batches for _, kind, _ in shapes.tensors)
 
     @property

@@ -1,4 +1,4 @@
-"""Histories in Parquet files that need not fit into memory: lengths are known ahead, values are read by row group."""
+"""Histories in Parquet files larger than memory: lengths are read first, values by row group when they are needed."""
 
 from __future__ import annotations
 

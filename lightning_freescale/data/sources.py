@@ -103,9 +103,9 @@ def _select(source: Any, wanted: list[Column]) -> pa.Table:
 def _read_text(
     path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> pa.Table:
-    """The columns of users, items and, if wanted, times. What is None is found out.
+    """Return the columns of users, items and, if wanted, times. Arguments that are None are detected.
 
-    Ids come as dictionary arrays, of 64-bit integers where all of a column are written as such and else of strings.
+    Ids are dictionary arrays: of 64-bit integers where all ids of a column are written as integers, otherwise of strings.
 
     Raises:
         ValueError: the format is not clear, or a line does not fit it.
@@ -192,7 +192,7 @@ def _refuse_ragged(path: Path, text_format: TextFormat) -> None:
 
 
 class _OneByteDelimiter:
-    """Reads a file with one byte in the place of a delimiter of two."""
+    """A file in which one byte replaces a delimiter of two bytes."""
 
     def __init__(self, file: pa.NativeFile, delimiter: bytes) -> None:
         self._file, self._delimiter, self.closed = file, delimiter, False
@@ -208,7 +208,7 @@ class _OneByteDelimiter:
 
 
 def _read_histories(path: Path, text_format: TextFormat) -> pa.Table:
-    """One row an interaction, of a file with one line a user."""
+    """Return one row for each interaction in a file with one line for each user."""
     users, items, skip, before = [], [], text_format.skip, 0
     with pa.input_stream(str(path)) as file:
         for block in _blocks(file):
@@ -234,7 +234,7 @@ def _read_histories(path: Path, text_format: TextFormat) -> pa.Table:
 
 
 def _blocks(file: pa.NativeFile) -> Iterator[bytes]:
-    """Whole lines, some 16 MiB at a time."""
+    """Yield whole lines, about 16 MiB at a time."""
     rest = b""
     while block := file.read(_BLOCK):
         whole, newline, rest = (rest + block).rpartition(b"\n")
@@ -255,7 +255,7 @@ def _refuse_empty(path: Path, lines: np.ndarray, counts: np.ndarray, values: pa.
 
 
 def _as_written(column: pa.ChunkedArray, name: Column, path: Path) -> pa.ChunkedArray:
-    """Integers instead of strings where every id is written as one: no zero before, no plus, no fraction, within 64 bits."""
+    """Return integers if every id is written as one: without leading zero, plus or fraction, within 64 bits."""
     column = column.unify_dictionaries()
     if not column.num_chunks:
         return column
@@ -325,7 +325,7 @@ def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.Chunked
 
 
 def _first_bad(values: pa.ChunkedArray) -> int:
-    """The first row whose value is of another kind than that of row 0, or row 0 if that is of none."""
+    """Return the first row whose value has another type than that of row 0, or row 0 if it has none."""
     kinds = [kind for kind in TIME_TYPES if try_cast(values.slice(0, 1), kind) is not None]
     good, bad = 0, len(values)  # that many values can be cast, and cannot
     while kinds and bad - good > 1:
