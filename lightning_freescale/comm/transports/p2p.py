@@ -64,12 +64,20 @@ class GlooP2P:
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send; keep the Work alive, dropping it cancels the transfer. Raises as :meth:`wait`."""
-        return self._call_naming_peer(peer, lambda: self.open().send([message], peer, tag))
+        try:
+            return self.open().send([message], peer, tag)
+        except RuntimeError as error:
+            text = str(error)
+        raise dist.DistBackendError(self.explain(text, peer))
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
         """Post a receive for a message of just this size. Raises as :meth:`wait`."""
-        with unprofiled:
-            return self._call_naming_peer(peer, lambda: self.open().recv([into], peer, tag))
+        try:
+            with unprofiled:
+                return self.open().recv([into], peer, tag)
+        except RuntimeError as error:
+            text = str(error)
+        raise dist.DistBackendError(self.explain(text, peer))
 
     def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
         """Wait for a message to or from ``peer``.
@@ -78,7 +86,12 @@ class GlooP2P:
             DistBackendError: the peer is gone, or shows no progress within the timeout. That it is gone is known at once, or,
                 if a message was cut in the middle, after the timeout: gloo does not end the wait for such a message.
         """
-        self._call_naming_peer(peer, lambda: work.wait(timeout), timeout)
+        try:
+            work.wait(timeout)
+            return
+        except RuntimeError as error:
+            text = str(error)
+        raise dist.DistBackendError(self.explain(text, peer, timeout))
 
     def abort(self, reason: str) -> None:
         """Leave the reason in the store and close the connections, so that no rank waits for this one."""
@@ -103,20 +116,13 @@ class GlooP2P:
                 if "Timed out" in str(error):
                     return
 
-    def _call_naming_peer(self, peer: int, call: Callable[[], Any], timeout: timedelta = timedelta(0)) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            text = str(error)
-        raise dist.DistBackendError(self.explain(text, peer, timeout))
-
     def open(self) -> Any:
         """Return the group itself, whose calls are cheaper and name no peer; raise RuntimeError if it is closed."""
         if self._gloo is None or self._ending:
             raise RuntimeError("this rank has closed its connections")
         return self._gloo
 
-    def explain(self, text: str, peer: int, timeout: timedelta) -> str:
+    def explain(self, text: str, peer: int, timeout: timedelta = timedelta(0)) -> str:
         """Name the peer whose message failed with gloo's text; or the reason that the rank which gave up first has left."""
         if "Timed out" in text and not (text := self._why_closed_before(peer)):
             # the peer may wait in vain itself, and know for whom
