@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_freescale"
 
 CONDITIONS = {
-    "_object_gather.py": {"'cpu' in dist.get_backend_config(group)": False},
-    "_worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
+    "_runtime/object_gather.py": {"'cpu' in dist.get_backend_config(group)": False},
+    "_runtime/worker.py": {"device is not None": True, "torch.cuda.is_initialized()": True},
     "comm/collectives/native.py": {
         "on_gpu and (not self._shown)": True,
         "on_gpu": True,
@@ -75,7 +75,7 @@ ON_CPU_AS_WELL = {
     "comm/collectives/native.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
     "comm/process_group.py": {"torch.cuda.is_available()": "asks whether there is CUDA"},
     "comm/transports/topology.py": {"torch.cuda.is_": "asks whether there is CUDA"},
-    "_worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
+    "_runtime/worker.py": {"torch.cuda.is_initialized()": "asks whether there is CUDA"},
 }
 """What names CUDA in a line that every device runs, with the reason."""
 

@@ -38,7 +38,7 @@ TESTS = (
     "tests/profiling/recording/test_timeline.py",
     "tests/profiling/reporting/test_kineto.py",
     "tests/strategy/test_early_copy.py",
-    "tests/test_worker.py",
+    "tests/runtime/test_worker.py",
 )
 """The tests that claim to run CUDA lines."""
 

@@ -20,29 +20,25 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 
 MAY_IMPORT = {
-    "_code_place": set(),
-    "_object_gather": set(),
+    "_runtime": set(),
     "_torchrec": set(),
     "_version": set(),
-    "_walk": set(),
-    "_worker": set(),
-    "balance": {"_worker"},
-    "comm": {"_code_place", "_worker"},
+    "balance": {"_runtime"},
+    "comm": {"_runtime"},
     "simulator": {"balance"},
-    "profiling": {"_code_place", "_object_gather", "_version", "_worker"},
-    "data": {"_worker", "_object_gather", "_torchrec", "_walk", "balance", "comm"},
+    "profiling": {"_runtime", "_version"},
+    "data": {"_runtime", "_torchrec", "balance", "comm"},
     "losses": set(),
     "metrics": set(),
-    "embeddings": {"_object_gather", "_torchrec", "_walk", "_worker", "comm", "losses"},
-    "checkpoint": {"_object_gather", "_version", "embeddings"},
+    "embeddings": {"_runtime", "_torchrec", "comm", "losses"},
+    "checkpoint": {"_runtime", "_version", "embeddings"},
     "_lightning": {"balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "balance", "data", "profiling"},
-    "training": {"_lightning", "_walk", "balance", "comm", "embeddings", "profiling"},
+    "training": {"_lightning", "_runtime", "balance", "comm", "embeddings", "profiling"},
     "strategy": {
         "_lightning",
-        "_object_gather",
-        "_worker",
+        "_runtime",
         "balance",
         "checkpoint",
         "comm",
@@ -53,20 +49,19 @@ MAY_IMPORT = {
         "training",
     },
     "fabric": {"_lightning", "balance", "checkpoint", "embeddings", "training"},
-    "profile": {"command_line"},
     "command_line": {"_lightning", "balance", "callbacks", "checkpoint", "profiling", "simulator"},
     "__main__": {"command_line"},
     "testing": set(),
 }
-"""The rooms of the package, each with the rooms that it may import."""
+"""The packages and modules at the top level, each with those that it may import."""
 LIGHTNING = {"_lightning"}
 TORCHREC = {"_torchrec", "data", "embeddings", "training"}
-"""Rooms that import Lightning itself, and those that import TorchRec or FBGEMM."""
+"""Packages that import Lightning itself, and those that import TorchRec or FBGEMM."""
 TORCHREC_PRIVATE = {"checkpoint", "embeddings"}
 
 
-def room(module: str) -> str:
-    """The room of a module of the package; the package itself is no room."""
+def top_level(module: str) -> str:
+    """Return the package or module at the top level that a module belongs to; empty for the root."""
     return module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
 
 
@@ -81,23 +76,23 @@ def test_no_circle_of_imports() -> None:
     assert [circle for circle in networkx.strongly_connected_components(imports()) if len(circle) > 1] == []
 
 
-def test_every_room_imports_only_what_it_may() -> None:
+def test_packages_import_only_what_they_may() -> None:
     found = defaultdict(set)
     for importer, imported in imports().edges:
-        if imported.startswith(PACKAGE) and room(importer) and room(imported) != room(importer):
-            found[room(importer)].add(room(imported))
-    rooms = {room(module) for module in imports() if module.startswith(f"{PACKAGE}.")}
-    assert rooms == MAY_IMPORT.keys()
-    assert {importer: extra for importer, rooms in found.items() if (extra := rooms - MAY_IMPORT[importer])} == {}
+        if imported.startswith(PACKAGE) and top_level(importer) and top_level(imported) != top_level(importer):
+            found[top_level(importer)].add(top_level(imported))
+    names = {top_level(module) for module in imports() if module.startswith(f"{PACKAGE}.")}
+    assert names == MAY_IMPORT.keys()
+    assert {importer: extra for importer, imported in found.items() if (extra := imported - MAY_IMPORT[importer])} == {}
 
 
 @pytest.mark.parametrize(
     ("libraries", "allowed"), [({"lightning", "pytorch_lightning"}, LIGHTNING), ({"torchrec", "fbgemm_gpu"}, TORCHREC)]
 )
-def test_libraries_behind_their_rooms(libraries: set[str], allowed: set[str]) -> None:
+def test_libraries_are_imported_by_few_packages(libraries: set[str], allowed: set[str]) -> None:
     importers = {importer for importer, imported in imports().edges if imported in libraries}
     assert importers, "the graph does not know the library"
-    assert {importer for importer in importers if room(importer) not in allowed} == set()
+    assert {importer for importer in importers if top_level(importer) not in allowed} == set()
 
 
 @cache
@@ -139,7 +134,7 @@ def _foreign_private_names(tree: ast.AST) -> set[str]:
     [("lightning.pytorch", "torchrec", LIGHTNING), ("torchrec", "lightning.pytorch", TORCHREC_PRIVATE)],
     ids=["Lightning", "TorchRec"],
 )
-def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other: str, allowed: set[str]) -> None:
+def test_private_names_of_libraries_are_used_by_few_packages(library: str, other: str, allowed: set[str]) -> None:
     theirs = private_names(library) - private_names(other)
     assert theirs
     found = {}
@@ -152,7 +147,7 @@ def test_private_names_of_libraries_stay_behind_their_rooms(library: str, other:
 
 
 THREADS = {
-    "_worker.py": "the thread works on the device of the one that starts it",
+    "_runtime/worker.py": "the thread works on the device of the one that starts it",
     "profiling/reporting/trace.py": "its Thread is a row of a trace",
 }
 """Who starts threads, and why they do not work on the first GPU, which may be another rank's."""

@@ -24,7 +24,7 @@ from torch.cuda import _sanitizer  # traces every allocation from here on, so wh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_freescale
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 
 _CALLBACKS = {
     "_handle_event_creation": traced.EventCreationCallbacks,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.solver import Ints, padded_loads

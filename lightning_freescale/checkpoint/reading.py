@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint import sharded_folder, single_file
 
 _MISSING = "it is not there"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_freescale._object_gather import gather_objects, gather_on_first_rank
+from lightning_freescale._runtime.object_gather import gather_objects, gather_on_first_rank
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.overlap import OverlapEngine

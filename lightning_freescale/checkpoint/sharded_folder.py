@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import single_file
 from lightning_freescale.checkpoint.deferred_tensors import DeferredTensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard
 

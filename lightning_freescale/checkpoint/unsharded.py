@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint.spread_tensors import Key, Piece, SpreadTensors
 from lightning_freescale.checkpoint.stored_tensors import StoredTensor, materialized
 from lightning_freescale.embeddings.id_remapping import id_remappings

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import LazyGlooOptions

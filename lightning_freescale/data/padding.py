@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale._walk import Steps, walk
+from lightning_freescale._runtime.batch_walk import Steps, walk
 
 OFFSETS = range(-2, 3)
 """Positions that a model adds to every sample, such as a class token, or drops, such as the last item of the inputs."""

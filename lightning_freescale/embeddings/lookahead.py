@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._walk import Steps, walk
+from lightning_freescale._runtime.batch_walk import Steps, walk
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 
 _MISSING = object()

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_freescale._code_place import place_in_code, users_line
-from lightning_freescale._worker import has_job
+from lightning_freescale._runtime.code_place import place_in_code, users_line
+from lightning_freescale._runtime.worker import has_job
 from lightning_freescale.profiling.recording.records import Collective, Span, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 

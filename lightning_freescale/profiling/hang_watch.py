@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from typing_extensions import Self
 
-from lightning_freescale._worker import WorkerThread, start_daemon
+from lightning_freescale._runtime.worker import WorkerThread, start_daemon
 from lightning_freescale.profiling.hang_report import RankObserver, hang_document, hang_text, why_silent
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import write_atomically

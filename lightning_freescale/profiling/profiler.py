@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.collection.history import FitCosts, History
 from lightning_freescale.profiling.collection.rank_exchange import KinetoSteps, RankExchange, StepBuffer, gather_to_all

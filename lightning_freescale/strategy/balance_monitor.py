@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import BalanceReport, StepBalance, advise, predict
 from lightning_freescale.balance.micro_batches import MicroBatches
 from lightning_freescale.balance.report import BalanceSums

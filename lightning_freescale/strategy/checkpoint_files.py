@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from lightning_freescale._lightning.loops import Trainer, is_last, rank_zero_warn
-from lightning_freescale._object_gather import gather_objects
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale._runtime.worker import WorkerThread
 
 if TYPE_CHECKING:
     from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors

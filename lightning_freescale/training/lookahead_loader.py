@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale._lightning.loops import LoaderWrapper, rank_zero_warn
-from lightning_freescale._walk import walk
+from lightning_freescale._runtime.batch_walk import walk
 
 _MOST_WAITING = 4
 """More batches than this do not wait between loader and step; beyond it, training has not reported its batches."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm.process_group import ProcessGroupFreeScale
 from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome

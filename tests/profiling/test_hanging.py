@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._worker import WorkerThread, start_daemon
+from lightning_freescale._runtime.worker import WorkerThread, start_daemon
 from lightning_freescale.profiling import HangWatch, Timeline
 from lightning_freescale.profiling import hang_watch as module
 from lightning_freescale.profiling.hang_report import (

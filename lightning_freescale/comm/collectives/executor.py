@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm.collectives.eager_exchange import EagerExchange
 from lightning_freescale.comm.collectives.handshake import CollectiveHandshake
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions

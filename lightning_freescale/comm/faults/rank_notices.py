@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_freescale._code_place import place_in_code
-from lightning_freescale._worker import start_daemon
+from lightning_freescale._runtime.code_place import place_in_code
+from lightning_freescale._runtime.worker import start_daemon
 
 Point = tuple[int, int]
 """A place in a run where it can stop; all ranks come through the same points in the same order."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale._worker import start_daemon
+from lightning_freescale._runtime.worker import start_daemon
 
 ANSWER_SECONDS = 2.0
 """How long a store may take for an answer that it has."""

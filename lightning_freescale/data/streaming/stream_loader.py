@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
 from lightning_freescale.balance.report import StepBalance

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdsToSend, KnownIds, LookedUp, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows

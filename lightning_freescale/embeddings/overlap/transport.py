@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale._worker import WorkerThread
+from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import OverlapOptions
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics

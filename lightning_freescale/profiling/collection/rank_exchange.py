@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from lightning_freescale._object_gather import gather_bytes
+from lightning_freescale._runtime.object_gather import gather_bytes
 from lightning_freescale.profiling.analysis.breakdown import arrivals_of, last_arrivals, wall_of
 from lightning_freescale.profiling.analysis.rank_window import RankWindow, window_of
 from lightning_freescale.profiling.clock_sync import Alignment

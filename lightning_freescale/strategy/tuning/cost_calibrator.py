@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale._object_gather import broadcast_from_first_rank, gather_numbers
+from lightning_freescale._runtime.object_gather import broadcast_from_first_rank, gather_numbers
 from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale._lightning.profiler import stages_on
-from lightning_freescale._object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.data.map_style import MapStyleData
 from lightning_freescale.datamodule import FreeScaleDataModule

@@ -6,7 +6,7 @@ import os
 import traceback
 from pathlib import Path
 
-_PYTHON, _OURS = os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parent) + os.sep
+_PYTHON, _OURS = os.path.dirname(os.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 

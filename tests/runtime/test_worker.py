@@ -14,7 +14,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from lightning_freescale._worker import WorkerThread, start_daemon
+from lightning_freescale._runtime.worker import WorkerThread, start_daemon
 from tests.helpers.comm_groups import lane_threads
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_freescale
-from lightning_freescale._object_gather import (
+from lightning_freescale._runtime.object_gather import (
     broadcast_from_first_rank,
     gather_bytes,
     gather_numbers,

@@ -1,0 +1,1 @@
+"""Threads, code places, nested batches and values of all ranks: what several packages need of the running process."""
