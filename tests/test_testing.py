@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import time
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
@@ -47,8 +49,8 @@ def _error_of(action: Any, port: int) -> int | None:
     return None
 
 
-def _listens_late() -> list[Any]:
-    """As a rank that takes a while to begin, on a machine where others look for ports; twice, as a group may be made anew."""
+def _listens_late(left: Barrier) -> list[Any]:
+    """Make a group twice, each time after another program has tried the port. All ranks leave the first before the second."""
     found: list[Any] = []
     for _ in range(2):
         if os.environ["RANK"] == "0":
@@ -56,12 +58,13 @@ def _listens_late() -> list[Any]:
         dist.init_process_group("gloo")
         found.append(_sum(0))
         dist.destroy_process_group()
+        left.wait(60)  # else a rank could still reach the store of the first group
     return found
 
 
 def test_no_other_program_takes_the_port_before_a_rank_listens() -> None:
     refused = [errno.ECONNREFUSED, errno.EADDRINUSE, 1]
-    assert run_distributed(_listens_late, 2, init=False) == [refused * 2, [1, 1]]
+    assert run_distributed(_listens_late, 2, get_context("fork").Barrier(2), init=False) == [refused * 2, [1, 1]]
 
 
 def _fails_on_one(how: str) -> None:
