@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def test_contest_weighs_batches_by_cost() -> None:
     """With costs L**2 + 1280 L: the slowest rank's over the mean, each summed over two batches."""
-    played = Contest(2, [False], {"verl": lambda lengths, costs, ranks: [[3, 0], [2, 1]]})
+    played = Contest(2, {"verl": lambda lengths, costs, ranks: [[3, 0], [2, 1]]})
     short, long = np.array([1.0, 2, 4, 4]), np.array([100.0, 500, 900, 20])
     for batch in (short, long):
         played.play(batch)
