@@ -252,7 +252,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         steps = self._steps
         if steps is None or optimizer is not steps.optimizer:
             return super().get_optimizer_state(optimizer)
-        self.drain()
+        steps.step.count_updates()
         return steps.unsharded_state(super().get_optimizer_state(optimizer))
 
     # -- for users

@@ -98,7 +98,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict that the user's optimizer would have unsharded; tables as in the module's. Collective."""
-        self.drain()
+        if self.table_step is not None:
+            self.table_step.count_updates()
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state

@@ -232,14 +232,15 @@ class TableStep:
             self._lookahead.give_up(reason)
 
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables. Collective.
-
-        Only the steps that had a gradient for a table count as its updates.
-        """
+        """Wait until every update of the steps so far is in the tables. Collective. It may be called inside a step."""
         if self.engine is not None:
             self.engine.drain()
-            if self.groups is not None:
-                self.groups.uncount(self.engine.take_idle_steps())
+
+    def count_updates(self) -> None:
+        """Drain, and count as updates of a table only the steps that had a gradient for it. Collective, between two steps."""
+        self.drain()
+        if self.engine is not None and self.groups is not None:
+            self.groups.uncount(self.engine.take_idle_steps())
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter this around writes to the tables by hand, on every rank."""
@@ -247,7 +248,7 @@ class TableStep:
 
     def report(self) -> OverlapReport | None:
         """Return the means over all ranks and steps so far, after a drain. Collective. None without overlap."""
-        self.drain()
+        self.count_updates()
         if self.engine is None or self._lookahead is None:
             return None
         return OverlapReport.from_totals(self.engine.mean_statistics())
