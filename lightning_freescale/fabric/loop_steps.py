@@ -132,7 +132,11 @@ class LoopSteps:
         self._refuse_other_dense_gradients()
         self.step.end_forward()
         self.step.follow_settings()
-        self.step.backward(run, updates=not self._accumulates)
+        try:
+            self.step.backward(run, updates=not self._accumulates)
+        except BaseException:
+            self.step.update_due = False  # a loop that goes on after the error may call backward again
+            raise
         self._begun, self._waiting = False, self._accumulates
         self._dense.note()
 

@@ -217,3 +217,22 @@ def test_what_would_give_other_numbers_is_refused() -> None:
             r"step 3": _uneven,  # the last: it leaves the ranks out of step
         }
     )
+
+
+def _goes_on_after_a_failed_backward() -> int:
+    fabric = fabric_for()
+    model, optimizer, loader = set_up(fabric, steps=2)
+    trained = 0
+    for batch in loader:
+        loss = loss_of(model, batch)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            fabric.backward(loss.detach())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        trained += 1
+    return trained
+
+
+def test_a_loop_goes_on_after_a_backward_that_failed() -> None:
+    assert run_all(2, _goes_on_after_a_failed_backward) == [(2, 2)]
