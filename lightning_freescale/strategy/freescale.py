@@ -268,7 +268,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         super().on_train_start()
         trainer, step = self._trainer, self.table_step
         if step is not None:
-            step.update_due = False  # of a fit within the fit, such as that of BatchSizeFinder, that has failed
+            # a fit within the fit, such as that of BatchSizeFinder, may have failed, or have left the setting of a trial
+            step.update_due, step.split_backward = False, self.split_backward
         self.at_teardown.enter_context(micro_batches_in(trainer, None if step is None else step.take_loaded))
         assert self._tuner is not None
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
