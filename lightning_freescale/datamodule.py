@@ -106,7 +106,7 @@ class FreeScaleDataModule(TrainerDataModule):
         **loader_options: Any,
     ) -> None:
         super().__init__()
-        self._arguments = arguments = PlanArguments(
+        arguments = PlanArguments(
             lengths=lengths,
             batch_size=batch_size,
             cost=cost,
@@ -124,6 +124,7 @@ class FreeScaleDataModule(TrainerDataModule):
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.balance_options = arguments.options
+        self._arguments = arguments.without_data()
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None
         self._loader_options = loader_options

@@ -51,7 +51,7 @@ class MapStyleData(SampleCosts):
         )
         lengths, target_counts = read.get("lengths", given.lengths), read.get("target_counts", given.target_counts)
         lengths = None if lengths is None else non_negative("lengths", lengths, size)
-        super().__init__(given, lengths, read.get("cost", given.cost), size)
+        super().__init__(given.without_data(), lengths, read.get("cost", given.cost), size)
         self.dataset = dataset
         tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
         self.budget = _budget(given, tokens)

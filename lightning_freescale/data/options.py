@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from numpy.typing import ArrayLike, NDArray
@@ -91,6 +91,10 @@ class PlanArguments:
                 f"FreeScaleDataModule(micro_batches={parts!r}, batch_size={self.batch_size}): pass 'auto', or a number from "
                 f"1 to {'batch_size' if self.batch_tokens is None else f'{most}, as the number of samples is not given'}"
             )
+
+    def without_data(self) -> PlanArguments:
+        """Return the arguments without what has been read of the samples: its functions may not be picklable."""
+        return replace(self, lengths=None, target_counts=None, cost="auto" if self.has_auto_cost else ())
 
     @property
     def balances(self) -> bool:

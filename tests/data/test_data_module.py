@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -222,3 +223,15 @@ def test_progress_of_numpy_numbers_is_plain() -> None:
     stream.seek(0)
     state = torch.load(stream, weights_only=True)
     assert (state["batch_size"], state["seed"], state["window"]) == (2, 3, [0, 4])
+
+
+def test_a_module_can_be_pickled_once_its_functions_have_been_read() -> None:
+    data = FreeScaleDataModule(
+        Samples(),
+        lengths=lambda sample: 1.0,
+        cost=lambda lengths: lengths,
+        target_counts=lambda sample: 2.0,
+        loss_reduction="target_mean",
+    )
+    again = pickle.loads(pickle.dumps(data))
+    assert again.train.costs.tolist() == data.train.costs.tolist()
