@@ -1,8 +1,7 @@
-"""Where ranks stand when a run hangs: seen by a thread aside, in a table, and what wakes that thread."""
+"""Where ranks stand when a run hangs: seen by another thread, and in a table."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -11,18 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._runtime.worker import WorkerThread, start_daemon
-from lightning_freescale.profiling import HangWatch, Timeline
-from lightning_freescale.profiling import hang_watch as module
+from lightning_freescale._runtime.worker import WorkerThread
+from lightning_freescale.profiling import Timeline
 from lightning_freescale.profiling.hang_report import (
     RankObserver,
     hang_document,
@@ -31,15 +25,7 @@ from lightning_freescale.profiling.hang_report import (
     ranks_in_words,
     why_silent,
 )
-from lightning_freescale.profiling.hang_watch import WakeUp
-from lightning_freescale.testing import RankFailed, run_distributed
-
-
-@pytest.fixture
-def timeline() -> Timeline:
-    made = Timeline()
-    made.enable(torch.device("cpu"))
-    return made
+from lightning_freescale.testing import run_distributed
 
 
 def _stands(timeline: Timeline) -> dict[str, Any]:
@@ -231,215 +217,3 @@ def test_many_ranks_make_a_short_table() -> None:
     assert len(hang_text(document).splitlines()) < 8 and "0-254" in hang_text(document)
     assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert (in_words([3]), in_words([3, 4])) == ("rank 3", "ranks 3-4")
-
-
-@contextmanager
-def _made(name: str | None) -> Iterator[WakeUp]:
-    one = WakeUp(name)
-    try:
-        yield one
-    finally:
-        one.release()
-        one.close()
-
-
-@pytest.fixture
-def wakes() -> Iterator[WakeUp]:
-    """One that listens to SIGUSR2."""
-    with _made("SIGUSR2") as one:
-        assert one.problem is None
-        yield one
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-@contextmanager
-def _descriptor_of_others() -> Iterator[int]:
-    """A wake-up descriptor that another part of the program has set."""
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes)
-    try:
-        yield writes
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(reads)
-        os.close(writes)
-
-
-def test_the_signal_wakes_and_what_else_wakes_asks_nothing(wakes: WakeUp) -> None:
-    assert not wakes.wait(0.0)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    assert wakes.wait(30.0)
-    assert not wakes.wait(0.0), "it is forgotten"
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert not wakes.wait(30.0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    wakes.wake()
-    assert not wakes.wait(30.0)
-
-
-def test_a_handler_and_a_wake_up_descriptor_of_others_stay() -> None:
-    def theirs(*_: Any) -> None:
-        """Do nothing."""
-
-    before = signal.signal(signal.SIGUSR2, theirs)
-    try:
-        with _made("SIGUSR2") as wakes:
-            assert wakes.problem is not None and "handler" in wakes.problem
-        assert signal.getsignal(signal.SIGUSR2) is theirs
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    faulthandler.register(signal.SIGUSR2)  # which Python does not see
-    try:
-        with _made("SIGUSR2") as wakes:
-            assert wakes.problem is not None and "handler" in wakes.problem
-    finally:
-        assert faulthandler.unregister(signal.SIGUSR2)
-    with _descriptor_of_others() as writes:
-        with _made("SIGUSR2") as wakes:
-            assert wakes.problem is not None and "asyncio" in wakes.problem
-        assert signal.set_wakeup_fd(-1) == writes
-
-
-def test_what_others_took_over_meanwhile_is_left_to_them(wakes: WakeUp) -> None:
-    with _descriptor_of_others() as writes:
-        wakes.release()
-        assert signal.set_wakeup_fd(-1) == writes
-
-
-def test_where_no_signal_can_be_had_it_only_waits() -> None:
-    def on_another_thread() -> None:
-        with _made("SIGUSR2") as wakes:
-            problems.append(wakes.problem)
-
-    problems: list[str | None] = []
-    start_daemon(on_another_thread, "test").join()
-    with _made("SIGKILL") as wakes:
-        problems.append(wakes.problem)
-        assert signal.set_wakeup_fd(-1) == -1, "no descriptor is left behind"
-    assert "main thread" in str(problems[0]) and "cannot be handled" in str(problems[1])
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    with _made(None) as wakes:
-        assert wakes.problem is None and not wakes.wait(0.0)
-        wakes.wake()
-        assert not wakes.wait(30.0)
-
-
-@pytest.fixture
-def running(timeline: Timeline, monkeypatch: pytest.MonkeyPatch) -> Timeline:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
-    timeline.open_step()
-    return timeline
-
-
-def _reports(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "hang.json"
-    return json.loads(path.read_text())["reports"] if path.exists() else []
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_reported_again_after_twice_as_long_until_a_step_ends(running: Timeline, tmp_path: Path, capsys: Any) -> None:
-    with HangWatch(running, tmp_path, hang_timeout=0.2, hang_signal=None) as watch:
-        with running.span("forward", "forward"):
-            _until(lambda: len(_reports(tmp_path)) == 3)
-        running.close_step()
-        running.open_step()
-        _until(lambda: len(_reports(tmp_path)) == 4)
-    assert watch.file == tmp_path / "hang.json"
-    reports = _reports(tmp_path)
-    first, second, third, last = (report["next_s"] for report in reports)
-    assert second >= 2 * first and third >= 2 * second
-    assert last < 2 * second and reports[3]["ranks"][0]["step"] == 1, "patience is what it was"
-    (rank,) = reports[0]["ranks"]
-    assert (rank["stage"], rank["step"], rank["ended_s_ago"]) == ("forward", 0, None)
-    assert "test_hanging.py" in rank["place"]
-    assert capsys.readouterr().err.count("BubbleProfiler: rank 0") == 4
-
-
-def test_steps_and_batches_of_validation_are_progress(running: Timeline, tmp_path: Path) -> None:
-    with HangWatch(running, tmp_path, hang_timeout=30.0, hang_signal=None) as watch:
-        for advance in (watch.note_progress, lambda: (running.close_step(), running.open_step())):
-            time.sleep(0.1)
-            before, idle = time.perf_counter(), watch._idle_seconds()
-            assert idle >= 0.05
-            advance()
-            assert watch._idle_seconds() <= time.perf_counter() - before
-    assert _reports(tmp_path) == []
-
-
-@pytest.mark.parametrize(("step_s", "patience"), [(0.0, 60.0), (10.0, 200.0)])
-def test_patience_by_itself(step_s: float, patience: float, running: Timeline, tmp_path: Path) -> None:
-    with HangWatch(running, tmp_path, hang_signal=None) as watch:
-        running.ended.extend((step, step * step_s) for step in range(3))
-        assert watch._patience_seconds() == 600.0, "first steps compile"
-        running.ended.extend((step, step * step_s) for step in range(3, 6))
-        assert watch._patience_seconds() == patience
-        with running.span("pause", "validation"):
-            assert watch._patience_seconds() == 600.0
-    with HangWatch(running, tmp_path, hang_timeout=None, hang_signal=None) as watch:
-        assert watch._patience_seconds() == float("inf")
-
-
-def test_asked_by_a_signal(running: Timeline, tmp_path: Path, capsys: Any) -> None:
-    with HangWatch(running, tmp_path, hang_timeout=None):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        _until(lambda: len(_reports(tmp_path)) == 1)
-    (report,) = _reports(tmp_path)
-    assert "rank 0" in report["why"] and "SIGUSR2" in report["why"]
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    capsys.readouterr()
-    with HangWatch(running, tmp_path / "hang.json", hang_timeout=None):  # a folder that cannot be written to
-        os.kill(os.getpid(), signal.SIGUSR2)
-        printed: list[str] = []
-        _until(lambda: printed.append(capsys.readouterr().err) or f"{tmp_path / 'hang.json'}: " in "".join(printed))
-    assert "SIGUSR2" in "".join(printed)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("hang_timeout", value) for value in (0, -1.0, "soon", True, float("nan"))),
-        *(("hang_signal", value) for value in ("USR2", 12, "SIGKILL", "SIGSTOP")),
-    ],
-)
-def test_options_that_do_not_fit(name: str, value: Any, running: Timeline, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        HangWatch(running, tmp_path, **{name: value})
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_rank_that_has_ended_or_was_killed(killed: bool, tmp_path: Path) -> None:
-    """Rank 0 is asked for where all stand."""
-
-    def loop() -> list[str]:
-        timeline = Timeline()
-        timeline.enable(torch.device("cpu"))
-        with HangWatch(timeline, tmp_path, hang_timeout=None):
-            timeline.open_step()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                _until(lambda: (tmp_path / "ended").exists())
-                os.kill(os.getpid(), signal.SIGUSR2)
-                _until(lambda: len(_reports(tmp_path)) == 1)
-            elif killed:
-                (tmp_path / "ended").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        (tmp_path / "ended").touch()
-        return [one.name for one in threading.enumerate() if one.name.startswith("freescale")]
-
-    with pytest.raises(RankFailed, match="rank 1: died") if killed else nullcontext():
-        assert run_distributed(loop, 2) == [[], []]
-    (_, late) = _reports(tmp_path)[0]["ranks"]
-    assert "has ended" in late["silent"] if killed else late == {"rank": 1, "ended": True}

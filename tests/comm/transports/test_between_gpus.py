@@ -1,36 +1,26 @@
-"""Transports between GPUs: copy engines and waits in memory, two levels, and NCCL's; on devices made of threads."""
+"""Transports between GPUs: copy engines and waits in memory, and two levels; on devices made of threads."""
 
 from __future__ import annotations
 
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports import peer
 from lightning_freescale.comm.transports.host import HostTransport
-from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.peer import PeerTransport, TwoLevelTransport
 from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
-from lightning_freescale.comm.transports.transfer import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks, signed
-
-UNTOUCHED = 255
-
-
-class OnDevice(Transfer):
-    def fits_in_header(self, part: torch.Tensor) -> bool:
-        return False
+from tests.helpers.gpu_transfers import UNTOUCHED, lengths, moved, transfer, wrong
 
 
 def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
@@ -43,63 +33,6 @@ def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **dr
         buffer.failed(rank).zero_()
     global_ranks = [100 + rank for rank in range(max(ranks) + 1)]
     return [PeerTransport(FakeDriver(100 * seed + one.rank, **driver), one, ranks, global_ranks, start) for one in mapped]
-
-
-def lengths(size: int, most: int, seed: int) -> list[list[int]]:
-    """Bytes from every rank to every rank, of which some are 0."""
-    draw = torch.Generator().manual_seed(seed)
-    table = torch.randint(0, most + 1, (size, size), generator=draw)
-    return (table * (torch.rand(size, size, generator=draw) < 0.8)).tolist()
-
-
-def part(source: int, target: int, length: int, seed: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(1_000_000 * seed + 1000 * source + target)
-    return torch.randint(0, 250, (length,), generator=draw, dtype=torch.uint8)
-
-
-def transfer(rank: int, table: list[list[int]], seed: int, timeout: float = 30.0, late: bool = True) -> Transfer:
-    """One rank's side; if ``late``, the caller's stream writes what it sends later, and its outputs are in use till then."""
-    size = len(table)
-    incoming = [torch.full((table[source][rank],), UNTOUCHED, dtype=torch.uint8) for source in range(size)]
-    true = [part(rank, target, table[rank][target], seed) for target in range(size)]
-    outgoing, issued = [torch.zeros_like(each) if late else each for each in true], FakeEvent() if late else None
-
-    def issue() -> None:
-        time.sleep(2e-3)
-        for each, value in zip(outgoing, true):
-            each.copy_(value)
-        for each in incoming:
-            each.fill_(UNTOUCHED)
-        issued.set()
-
-    if late:
-        threading.Thread(target=issue, daemon=True).start()
-    for each in (*outgoing, *incoming):
-        keep(each)
-    limit, largest = timedelta(seconds=timeout), max(map(max, table))
-    return OnDevice("all_to_all", outgoing, incoming, 0, FakeDriver.device, limit, seed, largest, issued)
-
-
-def wrong(rank: int, done: Transfer, table: list[list[int]], seed: int) -> list[int]:
-    expected = [part(source, rank, table[source][rank], seed) for source in range(len(table))]
-    return [source for source, each in enumerate(expected) if not torch.equal(done.incoming[source], each)]
-
-
-def moved(ranks: list[Any], tables: list[list[list[int]]], **options: Any) -> list[Any]:
-    """Move what the tables say between transports, one per rank, one table after the other.
-
-    Return by rank and table the sources whose bytes are wrong, or the error of the rank.
-    """
-
-    def run(rank: int) -> list[list[int]]:
-        found = []
-        for seed, table in enumerate(tables):
-            mine = transfer(rank, table, seed, **options)
-            ranks[rank].move(mine, lambda: None)
-            found.append(wrong(rank, mine, table, seed))
-        return found
-
-    return on_ranks(len(ranks), run)
 
 
 def _receiving(transport: PeerTransport) -> FakeStream:
@@ -355,81 +288,3 @@ def test_a_failure_of_the_far_part_releases_the_gpu_and_closing_closes_what_is_n
     assert int(pair[1]._link.buffer.failed(1)) == 1 and two.far == [2]
     two.close()
     assert pair[0]._driver.closed
-
-
-class FakeNccl:
-    """The collective: equal parts, each rank's window only, and nobody's buffers touched before all are there."""
-
-    def __init__(self, size: int, slot: int) -> None:
-        self.windows = [keep(torch.zeros(2, size * slot, dtype=torch.uint8)) for _ in range(size)]
-        self.calls: list[list[int]] = [[] for _ in range(size)]
-        self.aborted = [0] * size
-        self._size, self._barrier = size, threading.Barrier(size)
-        self._inputs: dict[int, Tensor] = {}
-
-    def transport(self, rank: int) -> ZeroCtaTransport:
-        def all_to_all(stream: FakeStream, output: Tensor, input: Tensor) -> None:
-            for tensor, half in ((input, self.windows[rank][0]), (output, self.windows[rank][1])):
-                assert tensor.is_contiguous() and tensor.data_ptr() == half.data_ptr() and len(tensor) % self._size == 0
-            self.calls[rank].append(len(input) // self._size)
-            stream.put(lambda: self._run(rank, output, input))
-
-        def abort() -> None:
-            self.aborted[rank] += 1
-            self._barrier.abort()
-
-        communicator: Any = SimpleNamespace(window=self.windows[rank], all_to_all=all_to_all, abort=abort)
-        return ZeroCtaTransport(FakeDriver(rank), communicator, self._size)
-
-    def _run(self, rank: int, output: Tensor, input: Tensor) -> None:
-        try:
-            self._inputs[rank] = input
-            self._barrier.wait()
-            width = len(input) // self._size
-            assert all(len(other) == len(input) for other in self._inputs.values())
-            for source in range(self._size):
-                output[source * width : (source + 1) * width] = self._inputs[source][rank * width : (rank + 1) * width]
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            return
-
-
-@pytest.mark.parametrize(("size", "slot", "most"), [(2, 16, 16), (2, 16, 100), (3, 48, 200), (4, 32, 31)])
-def test_all_bytes_arrive_by_nccl(size: int, slot: int, most: int) -> None:
-    nccl, tables = FakeNccl(size, slot), [lengths(size, most, seed) for seed in range(4)]
-    assert moved([nccl.transport(rank) for rank in range(size)], tables) == [[[]] * len(tables)] * size
-
-
-def test_rounds_are_no_wider_than_the_largest_part() -> None:
-    nccl, table = FakeNccl(2, 64), [[0, 70], [3, 0]]
-    assert moved([nccl.transport(rank) for rank in range(2)], [table, [[0, 0], [0, 0]]]) == [[[], []]] * 2
-    assert nccl.calls == [[64, 16]] * 2  # a multiple of 16 bytes; nothing to send is no collective
-
-
-def test_a_rank_that_does_not_come_ends_it() -> None:
-    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
-    transport = nccl.transport(0)
-    with pytest.raises(dist.DistBackendError, match=r"0\.2 s"):
-        transport.move(transfer(0, table, 1, timeout=0.2), lambda: None)
-    with pytest.raises(dist.DistBackendError, match="closed"):
-        transport.move(transfer(0, table, 2), lambda: None)
-    transport.close()
-    assert nccl.aborted == [1, 0]
-
-
-def test_closing_ends_what_nccl_has_in_flight() -> None:
-    nccl, table = FakeNccl(2, 16), [[9, 9], [9, 9]]
-    transport = nccl.transport(0)
-
-    def close() -> None:
-        while not nccl.calls[0]:
-            time.sleep(1e-3)
-        transport.close()
-
-    threading.Thread(target=close, daemon=True).start()
-    with pytest.raises(dist.DistBackendError, match="closed"):
-        transport.move(transfer(0, table, 1), lambda: None)
-    end = time.monotonic() + 20
-    while not transport._driver.closed and time.monotonic() < end:
-        time.sleep(0.01)
-    assert transport._driver.closed and nccl.aborted == [1, 0]

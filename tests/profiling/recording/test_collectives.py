@@ -5,24 +5,20 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale.profiling.recording.collectives import NAMES, collectives_on
-from lightning_freescale.profiling.recording.ddp_exchanges import ddp_waits_on
-from lightning_freescale.profiling.recording.observed_work import moved_bytes
 from lightning_freescale.profiling.recording.records import Collective, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.testing import run_distributed
@@ -396,99 +392,3 @@ def _compiled(timeline: Timeline) -> None:
 @pytest.mark.slow
 def test_compiled_exchanges_work_as_without() -> None:
     _check_on_ranks(_compiled)
-
-
-# -- bytes over a rank's link, of four ranks
-
-FOUR = SimpleNamespace(size=lambda: 4)
-SHARD = torch.zeros(8, dtype=torch.float64)  # 64 bytes
-WHOLE = torch.zeros(4 * 8, dtype=torch.float64)
-
-BYTES: dict[str, tuple[tuple[Any, ...], int | None]] = {
-    "all_gather": (([SHARD] * 4, SHARD), 192),
-    "all_gather_coalesced": (([[SHARD] * 4, [SHARD] * 4], [SHARD, SHARD]), 384),
-    "all_gather_into_tensor": ((WHOLE, SHARD), 192),
-    "all_gather_object": (([None] * 4, SHARD), None),
-    "all_reduce": ((SHARD,), 96),
-    "all_reduce_coalesced": (([SHARD, SHARD],), 192),
-    "barrier": ((), 0),
-    "broadcast": ((SHARD, 0), 64),
-    "broadcast_object_list": (([SHARD], 0), None),
-    "reduce": ((SHARD, 0), 64),
-    "reduce_scatter": ((SHARD, [SHARD] * 4), 192),
-}
-
-
-def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {name: moved_bytes(name, given, {"async_op": False, "group": None}, FOUR) for name, (given, _) in BYTES.items()}
-    assert found == {name: expected for name, (_, expected) in BYTES.items()}
-    kwargs = {"output": torch.zeros(100), "input": torch.zeros(40), "output_split_sizes": [25] * 4}
-    assert moved_bytes("all_to_all_single", (), kwargs, FOUR) == 300
-    assert moved_bytes("gather", (torch.zeros(0),), {"gather_list": []}, FOUR) == 0
-    assert moved_bytes("all_reduce", (SHARD,), {}, SimpleNamespace(size=lambda: 1)) == 0
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    assert moved_bytes("all_gather_into_tensor", (WHOLE, SHARD), {}, None) == 128, "of the world"
-
-
-# -- what DDP exchanges itself: its wait for the last gradients, and what it hides behind backward
-
-SLOW = 0.3
-WIDTH = 300
-LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
-
-
-class Layers(nn.Sequential):
-    """Backward is slow between the second and the first of three layers."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self[0](x)
-        x.register_hook(lambda _: time.sleep(SLOW))
-        return self[2](self[1](x).relu()).square().mean()
-
-
-def _trained(observed: bool, **options: Any) -> tuple[list[StepRecord], Sequence[Collective], list[Tensor]]:
-    """``options`` of DDP, which has one bucket per layer by default."""
-    torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(Layers(), **{"bucket_cap_mb": 0.3, **options})
-    optimizer = torch.optim.Adam(model.parameters())
-    timeline, records = Timeline(), []
-    if observed:
-        timeline.enable(torch.device("cpu"))
-    for _ in range(4):
-        timeline.open_step()
-        loss = model(torch.randn(4, WIDTH))
-        with timeline.span("backward", "backward"), ddp_waits_on(timeline, model, loss):
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        records.append(timeline.close_step())
-    assert not [p for p in model.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)], "left on the parameters"
-    return records, list(timeline.background), [p.detach().clone() for p in model.parameters()]
-
-
-def _check_ddp() -> None:
-    records, hidden, watched = _trained(True)
-    for step, record in enumerate(records):
-        (backward,), (wait,) = record.spans, record.collectives
-        mine = [one for one in hidden if backward.start <= one.arrive <= backward.end]
-        if step != 1:  # DDP puts its buckets in order after the first backward
-            assert len(mine) == (step > 1)
-        for one in mine:  # the first bucket is there before backward gets slow, the last one after
-            assert one.arrive + SLOW <= wait.start <= wait.end <= one.done <= backward.end
-            assert (one.moved, one.at_most) == (2 * LAYER_BYTES, True), "all buckets but the last"
-        assert wait.name == "dense gradients" and (step < 2 or wait.moved == LAYER_BYTES)
-    _, _, alone = _trained(False)
-    assert all(torch.equal(one, other) for one, other in zip(watched, alone, strict=True))
-    # buckets that DDP never puts in order, and one bucket, which is exchanged when backward is over
-    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
-        records, hidden, _ = _trained(True, **options)
-        assert not hidden, options
-        assert [wait.name for record in records for wait in record.collectives] == ["dense gradients"] * 4, options
-
-
-def test_what_backward_hides_and_what_it_waits_for() -> None:
-    run_distributed(_check_ddp, 2)

@@ -8,17 +8,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers import overlap_training as training
 from tests.helpers.micro_batch_training import data
 from tests.helpers.overlap_modules import TwoCollections, with_tags
 from tests.helpers.overlap_training import PLAIN, Case, CountingModel, Run, assert_same, compared, departures, fit, my_loader
+from tests.helpers.recommender import trainer
 
 STEPS, SOON = 5, 50.0
 
@@ -244,3 +248,41 @@ def test_nothing_is_left_of_a_fit() -> None:
     for groups, (first, second) in run_distributed(_leaves_behind, 2):
         assert len(groups) == 1
         assert first == second and len(first) == 4
+
+
+class _ReadsInAStep(L.LightningModule):
+    """Step 1 has no gradient for ``b``; in step 2 rank 0 alone looks it up, and the other rank is late."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.out = nn.Embedding(40, 8), nn.Embedding(40, 8), nn.Linear(8, 1)
+        self.reads = reads
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.reads and batch_idx == 2:
+            self.trainer.strategy.full_weight("b")
+        hidden = self.a(batch)
+        if batch_idx == 0 or (batch_idx == 2 and self.global_rank == 0):
+            hidden = hidden + self.b(batch)
+        return (self.out(hidden).squeeze(-1) - 1).square().mean()
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 2:
+            time.sleep(0.7)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def _weight_after(reads: bool) -> torch.Tensor:
+    module = _ReadsInAStep(reads)
+    fitting = trainer(devices=2, strategy=FreeScaleStrategy(shard=["a", "b"]))
+    draw = torch.Generator().manual_seed(fitting.global_rank)
+    fitting.fit(module, DataLoader([torch.randint(0, 40, (12,), generator=draw) for _ in range(4)], batch_size=None))
+    return fitting.strategy.full_weight("b")
+
+
+def test_reading_a_table_in_a_step_leaves_its_step_count_alone() -> None:
+    for usual, read in run_distributed(lambda: (_weight_after(False), _weight_after(True)), 2):
+        assert torch.equal(usual, read)

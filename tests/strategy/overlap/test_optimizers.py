@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -20,7 +18,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers import overlap_modules as modules
 from tests.helpers import overlap_training as training
@@ -368,51 +365,3 @@ def test_frozen_tables_go_on_from_a_checkpoint_of_either_strategy(kind: str, tmp
     case = frozen(UnfreezesLate, kind, options={"max_epochs": 3, "limit_train_batches": 4})
     (runs,) = run_distributed(_changes_strategy, 1, case, tmp_path)
     assert departures(dict.fromkeys(runs, case), [runs], **CLOSE) == []
-
-
-class _ReadsInAStep(L.LightningModule):
-    """Step 1 has no gradient for ``b``; in step 2 rank 0 alone looks it up, and the other rank is late."""
-
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.out = nn.Embedding(40, 8), nn.Embedding(40, 8), nn.Linear(8, 1)
-        self.reads = reads
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if self.reads and batch_idx == 2:
-            self.trainer.strategy.full_weight("b")
-        hidden = self.a(batch)
-        if batch_idx == 0 or (batch_idx == 2 and self.global_rank == 0):
-            hidden = hidden + self.b(batch)
-        return (self.out(hidden).squeeze(-1) - 1).square().mean()
-
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        if self.global_rank == 1 and self.trainer.global_step == 2:
-            time.sleep(0.7)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-
-def _weight_after(reads: bool) -> torch.Tensor:
-    module = _ReadsInAStep(reads)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        strategy=FreeScaleStrategy(shard=["a", "b"]),
-    )
-    draw = torch.Generator().manual_seed(trainer.global_rank)
-    trainer.fit(module, DataLoader([torch.randint(0, 40, (12,), generator=draw) for _ in range(4)], batch_size=None))
-    return trainer.strategy.full_weight("b")
-
-
-def test_reading_a_table_in_a_step_leaves_its_step_count_alone() -> None:
-    for usual, read in run_distributed(lambda: (_weight_after(False), _weight_after(True)), 2):
-        assert torch.equal(usual, read)
