@@ -24,7 +24,7 @@ from lightning_freescale.data.interactions import (
 )
 from lightning_freescale.data.iterable import IterableData
 from lightning_freescale.data.map_style import MapStyleData, describe_budget
-from lightning_freescale.data.options import BalanceOptions, PlanArguments
+from lightning_freescale.data.options import BalanceOptions, DataArguments
 from lightning_freescale.data.parquet import ParquetHistories, ParquetHistoryDataset
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.reader import unusable_state
@@ -106,7 +106,7 @@ class FreeScaleDataModule(TrainerDataModule):
         **loader_options: Any,
     ) -> None:
         super().__init__()
-        arguments = PlanArguments(
+        arguments = DataArguments(
             lengths=lengths,
             batch_size=batch_size,
             cost=cost,

@@ -1,4 +1,4 @@
-"""Where in the code a thread is, in the lines that say something to whoever wrote the training script."""
+"""The place of a thread in the code, in the lines that the author of the training script knows."""
 
 from __future__ import annotations
 

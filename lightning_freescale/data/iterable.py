@@ -14,7 +14,7 @@ from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import LazyGlooOptions
-from lightning_freescale.data.options import PlanArguments
+from lightning_freescale.data.options import DataArguments
 from lightning_freescale.data.streaming import BalancedStreamLoader
 from lightning_freescale.data.streaming.steps import assign_as_read
 from lightning_freescale.data.validation import loss_weight_fn, refuse_options, refuse_unused
@@ -40,7 +40,7 @@ class IterableData:
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        given: PlanArguments,
+        given: DataArguments,
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int,
     ) -> None:

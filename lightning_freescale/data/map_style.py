@@ -14,7 +14,7 @@ from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.forecast import in_mode, report_plans
 from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
-from lightning_freescale.data.options import PlanArguments
+from lightning_freescale.data.options import DataArguments
 from lightning_freescale.data.sample_costs import Refit, SampleCosts
 from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
 
@@ -42,7 +42,7 @@ class MapStyleData(SampleCosts):
         ValueError: an argument does not fit, or would have no effect.
     """
 
-    def __init__(self, dataset: Dataset[Any], given: PlanArguments) -> None:
+    def __init__(self, dataset: Dataset[Any], given: DataArguments) -> None:
         options, reduction = given.options, given.loss_reduction
         size = size_of(dataset, "train_dataset")
         cost = given.cost if given.lengths is None else None
@@ -302,7 +302,7 @@ def describe_budget(sampler: BalancedSampler) -> str | None:
     )
 
 
-def _budget(given: PlanArguments, tokens: Any) -> Budget | None:
+def _budget(given: DataArguments, tokens: Any) -> Budget | None:
     """Return the tokens that a rank may hold in a step, None if a step has a fixed number of samples."""
     if given.batch_tokens is None:
         return None

@@ -59,7 +59,7 @@ class BalanceOptions:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PlanArguments:
+class DataArguments:
     """The arguments of :class:`~lightning_freescale.FreeScaleDataModule` that determine the steps of training.
 
     The names are those of the data module.
@@ -92,7 +92,7 @@ class PlanArguments:
                 f"1 to {'batch_size' if self.batch_tokens is None else f'{most}, as the number of samples is not given'}"
             )
 
-    def without_data(self) -> PlanArguments:
+    def without_data(self) -> DataArguments:
         """Return the arguments without what has been read of the samples: its functions may not be picklable."""
         return replace(self, lengths=None, target_counts=None, cost="auto" if self.has_auto_cost else ())
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.validation import non_negative
-from lightning_freescale.data.options import PlanArguments
+from lightning_freescale.data.options import DataArguments
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SampleCosts:
         ValueError: the costs do not fit.
     """
 
-    def __init__(self, given: PlanArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
+    def __init__(self, given: DataArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
         calibrate = given.options.calibrate
         if calibrate and lengths is None:
             raise ValueError(

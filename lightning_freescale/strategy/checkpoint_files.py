@@ -1,4 +1,4 @@
-"""How the strategy's checkpoints become files, and files checkpoints."""
+"""The checkpoints of the strategy as files: writing them, in the background or not, and reading them."""
 
 from __future__ import annotations
 
