@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import process_group
 from lightning_freescale.comm.collectives import auto_transport
-from lightning_freescale.comm.collectives.auto_transport import ProofDevice, settle_transport
+from lightning_freescale.comm.collectives.auto_transport import ProofDevice, gather_over, settle_transport
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import TransportRefused
 from lightning_freescale.testing import run_distributed
@@ -148,3 +149,17 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
     assert "ranks 0, 1 of " in warning and "torch.cuda.set_device" in warning
     assert all(fact in line for fact in ("takes NCCL", "ranks 0, 1", "NCCL 1.00 ms, host 2.00 ms", "'peer'", "'two-level'"))
     assert results[1][1] == []
+
+
+def test_ranks_gather_values_of_any_length_and_miss_a_rank_that_does_not_come() -> None:
+    def run() -> Any:
+        gloo, rank = make_group(timeout=2.0)._executor.p2p.open(), dist.get_rank()
+        said = gather_over(gloo, {"error": "\U0001f600" * 5000 * rank, "value": 1 / 3})
+        begun = time.monotonic()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                gather_over(gloo, "rank 1 does not come")
+        dist.barrier()
+        return [(len(each["error"]), each["value"]) for each in said], rank or 1 < time.monotonic() - begun < 30
+
+    assert run_distributed(run, 2) == [([(0, 1 / 3), (5000, 1 / 3)], True), ([(0, 1 / 3), (5000, 1 / 3)], 1)]

@@ -6,6 +6,7 @@ the ranks exchange the results, so that all drop a candidate that fails on one o
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import defaultdict
@@ -14,7 +15,6 @@ from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
-from itertools import count
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.transports.selection import TransportRefused, all_gather_json, auto_candidates, refusal
+from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
 from lightning_freescale.comm.transports.transfer import RankBuffers
 
@@ -53,11 +53,7 @@ def settle_transport(
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options._max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
-    store, steps = dist.PrefixStore("auto", backend_opts.store), count()
-
-    def gather(mine: Any) -> list[Any]:
-        return all_gather_json(f"step {next(steps)}", mine, lane.p2p, store, backend_opts.timeout)
-
+    gather = partial(gather_over, lane.p2p.open())
     known = set(gather(_verdicts.get(key, "")))
     if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
         alone = topology.find_alone()
@@ -77,6 +73,20 @@ def settle_transport(
     except TransportRefused as error:  # on all ranks
         if first:
             _log.warning("transport='auto' leaves this lane to torch's own backend: %s", error)
+
+
+def gather_over(gloo: Any, mine: Any) -> list[Any]:
+    """Return the JSON values of all ranks, over the lane's connections: a request to a stopped store has no timeout."""
+
+    def everyone(sent: Tensor) -> list[Tensor]:
+        came = [torch.empty_like(sent) for _ in range(gloo.size())]
+        gloo.allgather([came], [sent]).wait()
+        return came
+
+    content = json.dumps(mine).encode()
+    most = int(max(everyone(torch.tensor([len(content)]))))
+    padded = torch.frombuffer(bytearray(content.ljust(most)), dtype=torch.uint8)
+    return [json.loads(each.numpy().tobytes()) for each in everyone(padded)]
 
 
 def _prove(
