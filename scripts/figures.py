@@ -1,17 +1,18 @@
-"""Figures in README and docs come from benchmarks/results: write them anew, or ``--check`` that they are as they would be.
+"""Writes the figures of benchmarks/results into README.md and docs/: ``python scripts/figures.py [--check]``.
 
-A block of Markdown follows its own template, which nobody sees on a rendered page::
+Each file of benchmarks/tables is a template. Its first line names one or more files of benchmarks/results. After an empty line
+follows a table or a paragraph, in which ``{FILE.FIGURE:FORMAT}`` is replaced by a figure::
 
-    <!-- figures ladder_8 ladder_2
-    With 8 ranks {ladder_8.best_speed_up:.2f} times as fast, with 2 {ladder_2.best_speed_up:.2f} times.
-    -->
-    With 8 ranks 2.18 times as fast, with 2 2.16 times.
-    <!-- /figures -->
+    ladder_2 ladder_8
 
-Named are files of benchmarks/results, as a benchmark's ``--json`` writes them. With a single one its name can be left out:
-``{best_speed_up:.2f}``. A format of ``%`` has a space before the sign; one that begins with k, M, G, m or u is in such units:
-``{bytes:M.2f} MB``. ``{where}`` is commit, date and processor, where files differ of each, ``{command}`` what the first ran. A
-template of a table begins with an empty line. docs/trends.md is written as a whole (:mod:`trends`).
+    The step is {ladder_2.best_speed_up:.2f} times as fast on 2 ranks and {ladder_8.best_speed_up:.2f} times on 8 ranks.
+
+The script finds the place in the pages by the text between the figures. A new table is therefore printed by
+``--print NAME`` and pasted into a page once. To change the text around figures, change the template and the page.
+
+If the first line names one file, its name can be omitted: ``{best_speed_up:.2f}``. ``{where}`` is replaced by commit, date and
+processor, and ``{command}`` by the command of the first file. A format that begins with k, M, G, m or u uses that unit:
+``{bytes:M.2f} MB``. Percentages have a space before the sign.
 """
 
 from __future__ import annotations
@@ -21,51 +22,77 @@ import json
 import re
 import string
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import trends
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TRENDS = ROOT / "docs" / "trends.md"
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {TRENDS})]
+TABLES = ROOT / "benchmarks" / "tables"
 FACTORS = {"k": 1e-3, "M": 1e-6, "G": 1e-9, "m": 1e3, "u": 1e6}
-"""By the first letter of a format."""
-BLOCK = re.compile(r"(<!-- figures ([\w ]+)\n(.*?)-->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
+"""The factor for each unit."""
+EVERY_RESULT = ("where", "command")
+"""The fields that are no figure."""
 
 
-class Figures(string.Formatter):
-    """Formats templates with the figures of some results."""
+class Table(string.Formatter):
+    """A template and the results that it names.
 
-    def __init__(self, names: list[str]) -> None:
+    Args:
+        path: the file of the template.
+
+    Raises:
+        ValueError: a result file does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        missing = [f"{name}.json" for name in names if not (RESULTS / f"{name}.json").exists()]
+        names, _, template = path.read_text().partition("\n\n")
+        self.name, self.template = path.stem, template.rstrip("\n")
+        missing = [f"{name}.json" for name in names.split() if not (RESULTS / f"{name}.json").exists()]
         if missing:
-            raise ValueError(f"{', '.join(missing)}: there is no such file in {RESULTS.name}; a benchmark's --json writes it")
-        self._results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
-        self._first = names[0]
+            raise ValueError(
+                f"{path.name}: {RESULTS.name} has no {', '.join(missing)}; the --json flag of a benchmark writes it"
+            )
+        self._results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names.split()}
+
+    def text(self) -> str:
+        """Return the template with its figures.
+
+        Raises:
+            ValueError: the template names a figure that does not exist.
+        """
+        try:
+            return self.format(self.template)
+        except ValueError as error:
+            raise ValueError(f"{self.name}.md: {error}") from None
+
+    def pattern(self) -> re.Pattern[str]:
+        """Return an expression that matches the template with any figures, as whole lines of a page."""
+        parts = [
+            re.escape(literal) + ("" if field is None else r"[^|\n]+?") for literal, field, _, _ in self.parse(self.template)
+        ]
+        return re.compile(f"^{''.join(parts)}$", re.MULTILINE)
+
+    def fields(self) -> set[tuple[str, str]]:
+        """Return file and figure of each field."""
+        fields = [self._split(field) for _, field, _, _ in self.parse(self.template) if field]
+        return {(file, figure) for file, figure in fields if figure not in EVERY_RESULT}
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        """A figure, by its name or by its file's and its own."""
-        file, name = split_field(field_name, self._results)
-        if not file and len(self._results) > 1 and name not in ("where", "command"):
-            raise ValueError(f"{{{field_name}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
-        result = self._results[file or self._first]
+        """Return the value of a field."""
+        file, name = self._split(field_name)
+        result = self._results[file]
         if name == "where":
-            results = [result] if file else self._results.values()
+            results = [result] if field_name != name else self._results.values()
             return "; ".join(dict.fromkeys(_where(each["measured_on"]) for each in results)), field_name
         if name == "command":
             return result["measured_on"]["command"], field_name
         if name not in result["figures"]:
-            raise ValueError(
-                f"{{{field_name}}}: there is no such figure in {file or self._first}, but {sorted(result['figures'])}"
-            )
+            raise ValueError(f"{{{field_name}}} is no figure of {file}; its figures are {sorted(result['figures'])}")
         return result["figures"][name], field_name
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """Percentages as in ``57.1 %``; ``M.2f`` is in millions, and so on."""
+        """Return the text of a value, with the units and the percentages of this module."""
         factor = FACTORS.get(format_spec[:1])
         if factor is not None:
             value, format_spec = value * factor, format_spec[1:]
@@ -74,11 +101,12 @@ class Figures(string.Formatter):
             shown = shown.replace("-", "")  # zero has no sign
         return shown[:-1] + " %" if format_spec.endswith("%") else shown
 
-
-def split_field(field: str, files: Iterable[str]) -> tuple[str, str]:
-    """Return file and figure; the former is empty where it is left out. A figure's name may have dots, too."""
-    file = next((name for name in files if field.startswith(f"{name}.")), "")
-    return file, field.removeprefix(f"{file}.")
+    def _split(self, field: str) -> tuple[str, str]:
+        """Return file and figure of a field; the name of a figure may contain dots."""
+        file = next((name for name in self._results if field.startswith(f"{name}.")), None)
+        if file is None and len(self._results) > 1 and field not in EVERY_RESULT:
+            raise ValueError(f"{{{field}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
+        return file or next(iter(self._results)), field.removeprefix(f"{file}.")
 
 
 def _where(measured_on: dict[str, Any]) -> str:
@@ -87,52 +115,43 @@ def _where(measured_on: dict[str, Any]) -> str:
     return f"commit {measured_on['commit']}, {measured_on['date']}, {gpu}{cores}"
 
 
-def with_figures(text: str) -> str:
-    """Return the page as it should be.
-
-    Raises:
-        ValueError: a template names a figure or a file that is not there.
-    """
-    return BLOCK.sub(lambda block: block[1] + Figures(block[2].split()).format(block[3]) + block[5], text)
+def tables() -> list[Table]:
+    """Return all tables."""
+    return [Table(path) for path in sorted(TABLES.glob("*.md"))]
 
 
 def wanted() -> dict[Path, str]:
-    """Every page as it should be.
+    """Return the text that each page must have.
 
     Raises:
-        ValueError: as :func:`with_figures`, with the page's name.
+        ValueError: no page contains one of the tables, or a template is wrong.
     """
-    pages = {}
-    for page in PAGES:
-        try:
-            pages[page] = with_figures(page.read_text())
-        except ValueError as error:
-            raise ValueError(f"{page.relative_to(ROOT)}: {error}") from None
-    return pages | {TRENDS: trends.page(RESULTS, _shown())}
-
-
-def _shown() -> dict[str, set[str]]:
-    """The figures of every file that templates name."""
-    shown: dict[str, set[str]] = {}
-    for block in (block for page in PAGES for block in BLOCK.finditer(page.read_text())):
-        files = block[2].split()
-        fields = [split_field(field, files) for _, field, _, _ in string.Formatter().parse(block[3]) if field]
-        for file, name in fields:
-            if name not in ("where", "command"):
-                shown.setdefault(file or files[0], set()).add(name)
-    return shown
+    pages = {page: page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+    for table in tables():
+        text, pattern, found = table.text(), table.pattern(), 0
+        for page, old in pages.items():
+            pages[page], count = pattern.subn(lambda _, text=text: text, old)
+            if count > 1:
+                raise ValueError(f"{page.name} has {count} places for the table {table.name}.md; use different words in them")
+            found += count
+        if not found:
+            raise ValueError(f"no page contains the table {table.name}.md; the words in page and template must be the same")
+    return pages
 
 
 def main() -> None:
-    """Write the pages, or say which are not as they should be."""
+    """Write the pages, or print the names of pages that differ from the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if something would be written")
+    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if a page has to be written")
+    parser.add_argument("--print", metavar="NAME", help="print one table, to be pasted into a page")
     options = parser.parse_args()
     try:
+        if options.print:
+            sys.exit(print(Table(TABLES / f"{options.print}.md").text()))
         pages = wanted()
     except ValueError as error:
         sys.exit(str(error))
-    old = [page for page, text in pages.items() if not page.exists() or page.read_text() != text]
+    old = [page for page, text in pages.items() if page.read_text() != text]
     for page in old:
         print(page.relative_to(ROOT))
         if not options.check:

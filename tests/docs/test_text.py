@@ -64,7 +64,7 @@ MEASURED_ON = {"commit": "abc1234", "date": "2026-01-31", "cores": 2, "processor
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with three results and no page yet."""
+    """A repository with three results, a page and no table."""
     later = MEASURED_ON | {"commit": "def5678"}
     for name, result in {
         "ladder_8": {"figures": {"reduction": 0.9514, "lost": -0.0001, "speed_up": 2.178}, "measured_on": MEASURED_ON},
@@ -76,14 +76,17 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         },
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    places = {"ROOT": tmp_path, "RESULTS": tmp_path, "TRENDS": tmp_path / "trends.md", "PAGES": [tmp_path / "page.md"]}
-    for name, place in places.items():
-        monkeypatch.setattr(figures, name, place)
+    for name, folder in {"ROOT": tmp_path, "RESULTS": tmp_path, "TABLES": tmp_path / "tables"}.items():
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(figures, name, folder)
+    (tmp_path / "README.md").write_text("A page.")
     return tmp_path
 
 
-def _block(template: str, shown: str = "", names: str = "ladder_8") -> str:
-    return f"Before.\n<!-- figures {names}\n{template}\n-->\n{shown}<!-- /figures -->\nAfter.\n"
+def _table(repository: Path, template: str, names: str = "ladder_8", name: str = "one") -> figures.Table:
+    path = repository / "tables" / f"{name}.md"
+    path.write_text(f"{names}\n\n{template}\n")
+    return figures.Table(path)
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
@@ -93,24 +96,38 @@ def _run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Any:
     return stopped.value.code
 
 
-def test_a_wrong_figure_is_found_and_written_anew(
+def test_a_wrong_figure_is_found_and_replaced(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, template = repository / "page.md", "{reduction:.1%} gone, {speed_up:.2f} times as fast"
-    page.write_text(_block(template, "95.2 % gone, 2.18 times as fast\n"))
+    page = repository / "README.md"
+    _table(repository, "{reduction:.1%} removed, {speed_up:.2f} times as fast")
+    page.write_text("Before.\n\n95.2 % removed, 2.18 times as fast\nAfter.\n")
     wrong = page.read_text()
     assert _run(monkeypatch, "--check") == 1
-    assert "page.md" in capsys.readouterr().out.splitlines()
+    assert "README.md" in capsys.readouterr().out.splitlines()
     assert page.read_text() == wrong, "--check writes nothing"
     assert not _run(monkeypatch)
-    assert page.read_text() == _block(template, "95.1 % gone, 2.18 times as fast\n")
+    assert page.read_text() == "Before.\n\n95.1 % removed, 2.18 times as fast\nAfter.\n"
     assert not _run(monkeypatch, "--check")
-    trends = (repository / "trends.md").read_text()
-    assert "| speed_up | 2.178 |" in trends and "lost" not in trends, "a page shows some figures of a file"
-    assert "def5678, 2026-01-31, other processor |" in trends and "| heavy-1.1_mean | 0.5 | - |" in trends
-    for named in ("{ladder_9.speed_up}", "{speedup}"):
-        page.write_text(_block(named))
-        assert all(word in str(_run(monkeypatch, "--check")) for word in ("page.md", named))
+
+
+def test_a_table_has_one_place(repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _table(repository, "| {speed_up:.2f} times as fast |")
+    assert "no page contains the table one.md" in str(_run(monkeypatch, "--check"))
+    assert not _run(monkeypatch, "--print", "one")
+    shown = capsys.readouterr().out
+    assert shown == "| 2.18 times as fast |\n"
+    (repository / "README.md").write_text(shown * 2)
+    assert "README.md has 2 places for the table one.md" in str(_run(monkeypatch, "--check"))
+
+
+def test_a_template_names_figures_that_exist(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for template, names in (("{speedup}", "ladder_8"), ("{speed_up}", "ladder_8 ladder_2")):
+        _table(repository, template, names)
+        message = str(_run(monkeypatch, "--check"))
+        assert "one.md" in message and template in message
+    with pytest.raises(ValueError, match=r"one.md: .* has no ladder_9.json"):
+        _table(repository, "", "ladder_9")
 
 
 ABC, DEF = (f"commit {commit}, 2026-01-31, 2 cores of A Processor" for commit in ("abc1234", "def5678"))
@@ -127,12 +144,22 @@ ABC, DEF = (f"commit {commit}, 2026-01-31, 2 cores of A Processor" for commit in
     ],
 )
 def test_how_figures_are_shown(repository: Path, template: str, names: str, shown: str) -> None:
-    assert figures.with_figures(_block(template, names=names)) == _block(template, f"{shown}\n", names)
+    assert _table(repository, template, names).text() == shown
+
+
+def test_trends_show_earlier_runs_of_the_figures_in_tables(repository: Path) -> None:
+    pytest.importorskip("mkdocs")
+    from trends import page
+
+    _table(repository, "{speed_up:.2f}")
+    shown = page()
+    assert "| speed_up | 2.178 |" in shown and "lost" not in shown
+    assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_mean | 0.5 | - |" in shown
 
 
 def test_the_pages_have_the_figures_of_the_results() -> None:
     checked = subprocess.run([sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert checked.returncode == 0, f"`make figures` writes these anew: {checked.stdout}{checked.stderr}"
+    assert checked.returncode == 0, f"run `make figures`: {checked.stdout}{checked.stderr}"
 
 
 # -- names
