@@ -137,7 +137,7 @@ class BalanceMonitor:
             if (advice := self._advice(report)) is not None:
                 rank_zero_info(advice)
 
-    def _advice(self, report: BalanceReport) -> str | None:
+    def _advice(self, report: BalanceReport | None) -> str | None:
         sampler = self.sampler
         if not getattr(sampler, "balance_steps", False):
             return None
@@ -149,9 +149,12 @@ class BalanceMonitor:
             options |= {"max_tokens_per_rank": given.get("max_tokens_per_rank"), "tokens": sampler.tokens}
         if train is not None and sampler.budget is None:
             options["assignment_mode"] = train.assignment_mode
-        if report.padding is not None:
+        if report is not None and report.padding is not None:
             options["padded"] = True
-        options["base"] = 0.0 if self._epoch is None else self._base_in(self._epoch)
+        epoch = sampler.epoch if self._epoch is None else self._epoch
+        options["base"] = self._base_in(epoch)
+        if sampler.options_in(epoch, sampler.batches.first_step(epoch))["assignment_mode"] != options["assignment_mode"]:
+            report = None  # the epoch began in another mode, so that its report mixes two modes and the forecast has one
         options |= {name: getattr(sampler, name) for name in ("window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 

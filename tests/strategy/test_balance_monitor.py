@@ -95,3 +95,22 @@ def test_advice_is_on_the_epochs_own_steps_and_limits() -> None:
         assert predicted.lower_bound == pytest.approx(told.lower_bound)
     assert told.tokens_fullest is not None and predicted.tokens_fullest == pytest.approx(told.tokens_fullest)
     assert predicted.balanced == pytest.approx(told.balanced)
+
+
+def _advised_on_two_modes() -> list[tuple[BalanceReport | None, str]]:
+    """Return the report and the mode of the advice on a fit that begins at equal counts and goes on at others."""
+    asked: list[tuple[BalanceReport | None, str]] = []
+
+    def advise(*args: Any, assignment_mode: str, **options: Any) -> None:
+        asked.append((args[3], assignment_mode))
+
+    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    data, cost = Samples(160), [30.0 if each % 12 == 0 else 1.0 for each in range(160)]
+    module = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, cost=cost)
+    trainer(devices=2, max_epochs=1).fit(Recommender(), module)
+    return asked
+
+
+def test_a_report_of_two_modes_is_not_compared_with_a_forecast_of_one() -> None:
+    asked, nothing = run_distributed(_advised_on_two_modes, 2)
+    assert (asked, nothing) == ([(None, "slack")], [])
