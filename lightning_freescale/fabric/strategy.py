@@ -29,7 +29,7 @@ from lightning_freescale.training.lookahead_loader import LookaheadLoader
 from lightning_freescale.training.setup import (
     TableStrategy,
     collections_of,
-    new_engine,
+    new_table_step,
     refuse_ddp_options,
     refuse_shared_gpu,
     refuse_unknown_options,
@@ -100,7 +100,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         self._steps: LoopSteps | None = None
         self._clipping: JointClipping | None = None
         self._current: CurrentBatch | None = None
-        self._at_teardown = ExitStack()
+        self.at_teardown = ExitStack()
 
     def __repr__(self) -> str:
         # others refuse it in a message with this in its place
@@ -162,7 +162,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     @override
     def teardown(self) -> None:
-        self._at_teardown.close()
+        self.at_teardown.close()
         super().teardown()
 
     # -- steps
@@ -276,8 +276,6 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     def _set_up(self, module: nn.Module, found: list[tuple[Collection, Any]], optimizer: Optimizer | None) -> nn.Module:
         from lightning_freescale.embeddings.parameter_groups import ParameterGroups
-        from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
-        from lightning_freescale.training.table_step import TableStep
 
         groups = None
         with table_sharding(module, self.root_device, self, found) as sharding:
@@ -285,29 +283,18 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
                 sharding.adopt(optimizer)
                 with speaking_of_fabric():
                     groups = ParameterGroups(optimizer, sharding)
-            tables = shard_tables(sharding, groups, None, self, self.group_timeout, self.num_processes)
+            tables = shard_tables(sharding, groups, None, self)
         self.tables, self._module = tables, module
         module.to(self.root_device)
         wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self.ddp_options)
-        engine = new_engine(
-            tables, self, self.group_timeout, self.num_nodes, self.num_processes, hold_gradients=self.clips_gradients
-        )
-        if engine is not None:
-            self._at_teardown.callback(engine.close, farewell=False)
-        if optimizer is None or groups is None:
-            self.table_step = TableStep(tables, engine)
+        step = new_table_step(self, _NAME, tables, module, groups, farewell=False, hold_gradients=self.clips_gradients)
+        self.table_step = step
+        if optimizer is None:
             return wrapped
         optimizers_to_device([optimizer], self.root_device)
-        lookahead = early_copy = None
-        if engine is not None and self.overlap:
-            lookahead = Lookahead(engine, module, self.ids_of, _NAME)
-            early_copy = EarlyCopy.for_device(self.root_device)
-        self.table_step = TableStep(
-            tables, engine, groups, lookahead, early_copy=early_copy, split_backward=self.split_backward
-        )
-        self._steps = LoopSteps(self.table_step, optimizer, wrapped)
-        self._clipping = JointClipping(self.table_step, lambda: optimizer, _CLIP)
-        self._at_teardown.enter_context(self._clipping.checking_torch())
+        self._steps = LoopSteps(step, optimizer, wrapped)
+        self._clipping = JointClipping(step, lambda: optimizer, _CLIP)
+        self.at_teardown.enter_context(self._clipping.checking_torch())
         return wrapped
 
     # -- parts of a step

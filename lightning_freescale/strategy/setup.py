@@ -22,7 +22,7 @@ from lightning_freescale.strategy.clipping import clip_options, refuse_clipping
 from lightning_freescale.strategy.tuning.tuner import settle_without_exchange
 from lightning_freescale.strategy.validation import refuse_averages, refuse_run
 from lightning_freescale.training.setup import (
-    new_engine,
+    new_table_step,
     refuse_ddp_options,
     shard_tables,
     sync_dense,
@@ -134,7 +134,7 @@ def _shard(
                 strategy.groups = ParameterGroups(strategy.optimizers[0], sharding)
                 refuse_clipping(trainer, [c for c, _ in found if by_torchrec or c.managed], strategy.groups.optimizers)
             groups = strategy.groups if fitting else None
-            return shard_tables(sharding, groups, earlier, strategy, strategy.group_timeout, strategy.num_processes)
+            return shard_tables(sharding, groups, earlier, strategy)
     except BaseException:
         strategy.optimizers = []  # their states may be those of blueprints, which teardown cannot move
         raise
@@ -143,29 +143,21 @@ def _shard(
 def _new_table_step(
     strategy: UnshardedCheckpointStrategy, trainer: Trainer, tables: ShardedTables, timeline: Timeline, fitting: bool
 ) -> TableStep:
-    from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
-    from lightning_freescale.training.table_step import TableStep
-
-    clips = clip_options(trainer, strategy.groups.optimizers) if fitting and strategy.groups is not None else {}
-    engine = new_engine(tables, strategy, strategy.group_timeout, strategy.num_nodes, strategy.num_processes, **clips)
-    if engine is not None:
-        strategy.at_teardown.callback(engine.close, farewell=not fitting)  # training ends with a report of all ranks
-        strategy.at_teardown.enter_context(after_evaluation_batches(trainer, engine.serve_evaluation))
-    if not fitting:
-        return TableStep(tables, engine)
-    lookahead = early_copy = None
-    if engine is not None and strategy.overlap:
-        lookahead = Lookahead(engine, trainer.lightning_module, strategy.ids_of)
-        early_copy = EarlyCopy.for_device(strategy.root_device, leaves_transfer_alone(trainer))
+    groups = strategy.groups if fitting else None
     # one rank waits for no gradients; and DDP reduces what a last micro-batch leaves unused before its backward begins
     unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
-    return TableStep(
+    step = new_table_step(
+        strategy,
+        "FreeScaleStrategy",
         tables,
-        engine,
-        strategy.groups,
-        lookahead,
-        early_copy=early_copy,
+        trainer.lightning_module,
+        groups,
+        farewell=not fitting,  # training ends with a report of all ranks
+        copies_early=leaves_transfer_alone(trainer),
         timeline=timeline,
-        split_backward=strategy.split_backward,
-        split_windows=engine is not None and not unused and strategy.world_size > 1,
+        split_windows=not unused and strategy.world_size > 1,
+        **(clip_options(trainer, groups.optimizers) if groups is not None else {}),
     )
+    if step.engine is not None:
+        strategy.at_teardown.enter_context(after_evaluation_batches(trainer, step.engine.serve_evaluation))
+    return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Collection as Group
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.plain_embedding import EmbeddingChoice
     from lightning_freescale.embeddings.sharding import TableSharding
     from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.profiling.recording.timeline import Timeline
     from lightning_freescale.training.table_step import TableStep
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
@@ -47,6 +48,15 @@ class TableStrategy:
 
     tables: ShardedTables | None = None
     table_step: TableStep | None = None
+    at_teardown: ExitStack
+    # from the other base class of a subclass
+    group_timeout: timedelta
+    num_nodes: int
+    if TYPE_CHECKING:
+
+        @property
+        def num_processes(self) -> int:
+            """The number of ranks on this node."""
 
     def set_options(
         self,
@@ -259,8 +269,6 @@ def shard_tables(
     groups: ParameterGroups | None,
     earlier: ShardedTables | None,
     strategy: TableStrategy,
-    timeout: timedelta,
-    ranks_per_node: int,
 ) -> ShardedTables:
     """Shard the tables, each with the optimizer that ``groups`` has for it, if any. Collective.
 
@@ -270,8 +278,6 @@ def shard_tables(
         earlier: the tables as an earlier run has sharded them; their process group is used again if it fits.
         strategy: its options plan the tables, and move rows in TorchRec's own exchanges, which have a process group of
             their own. The default group stays as Lightning made it.
-        timeout: of that group.
-        ranks_per_node: ranks of every node.
     """
     optimizers = sharding.in_backward if groups is None else groups.optimizers
     lazy = [] if groups is None else sorted(key for key, how in optimizers.items() if how.moves_without_gradient)
@@ -288,8 +294,8 @@ def shard_tables(
     options = LazyGlooOptions(transport, name="embedding", priority=1)
     group = earlier.group if earlier is not None else None
     if not isinstance(group, ProcessGroupFreeScale) or group.options != options:
-        group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=options))
-    return sharding.shard(group=group, local_world_size=ranks_per_node, plan=strategy.plan, optimizers=optimizers)
+        group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=strategy.group_timeout, pg_options=options))
+    return sharding.shard(group=group, local_world_size=strategy.num_processes, plan=strategy.plan, optimizers=optimizers)
 
 
 def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:
@@ -311,21 +317,57 @@ def sync_dense(module: nn.Module, sharded: Group[str]) -> None:
     _sync_module_states(module, group, 250 * 1024 * 1024, 0, set(sharded))
 
 
-def new_engine(
-    tables: ShardedTables, strategy: TableStrategy, timeout: timedelta, nodes: int, ranks_per_node: int, **clips: Any
-) -> OverlapEngine | None:
-    """Return the engine that exchanges the tables' rows by the options of ``strategy``; None if TorchRec does. Collective."""
+def new_table_step(
+    strategy: TableStrategy,
+    name: str,
+    tables: ShardedTables,
+    module: nn.Module,
+    groups: ParameterGroups | None,
+    *,
+    farewell: bool,
+    copies_early: bool = True,
+    timeline: Timeline | None = None,
+    split_windows: bool = False,
+    **clips: Any,
+) -> TableStep:
+    """Return the table step of a run, with the engine that exchanges the rows and closes at teardown. Collective.
+
+    ``name`` is the name of the strategy's class, for messages. ``groups`` is None outside of training. ``copies_early`` allows
+    a copy of the next batch to the device before its step. ``clips`` are the engine's options for gradient clipping.
+    """
+    from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
+    from lightning_freescale.training.table_step import TableStep
+
+    engine = None if strategy.exchange == "torchrec" else _new_engine(tables, strategy, clips)
+    if engine is not None:
+        strategy.at_teardown.callback(engine.close, farewell=farewell)
+    if groups is None:
+        return TableStep(tables, engine)
+    lookahead = early_copy = None
+    if engine is not None and strategy.overlap:
+        lookahead = Lookahead(engine, module, strategy.ids_of, name)
+        early_copy = EarlyCopy.for_device(tables.device, copies_early)
+    return TableStep(
+        tables,
+        engine,
+        groups,
+        lookahead,
+        early_copy=early_copy,
+        timeline=timeline,
+        split_backward=strategy.split_backward,
+        split_windows=split_windows and engine is not None,
+    )
+
+
+def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str, Any]) -> OverlapEngine:
     from lightning_freescale.embeddings.overlap import OverlapEngine
 
-    exchange = strategy.exchange
-    if exchange == "torchrec":
-        return None
-    if exchange == "two_level" and 1 in (nodes, ranks_per_node):
+    exchange, nodes, ranks = strategy.exchange, strategy.num_nodes, strategy.num_processes
+    if exchange == "two_level" and 1 in (nodes, ranks):
         rank_zero_info(
-            f"strategy 'freescale': exchange='two_level' with num_nodes={nodes} and {ranks_per_node} ranks each is the flat "
-            "exchange: it takes several of both"
+            f"strategy 'freescale': exchange='two_level' with num_nodes={nodes} and {ranks} ranks each is the flat exchange: "
+            "it takes several of both"
         )
         exchange = "flat"
-    return OverlapEngine(
-        tables, strategy.dedup, timeout, strategy.transport, **clips, exchange=exchange, ranks_per_node=ranks_per_node
-    )
+    clips = {**clips, "exchange": exchange, "ranks_per_node": ranks}
+    return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **clips)
