@@ -28,7 +28,7 @@ CONDITIONS = {
     },
     "comm/transports/host.py": {"self._staging is not None": True, "self._staging is None": False, "ahead.copy is None": False},
     "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
-    "embeddings/lookahead.py": {"self._copied": False},
+    "embeddings/id_prediction.py": {"self._copied": False},
     "embeddings/overlap/transport.py": {"self._stream is not None": True, "self._stream is None": False},
     "embeddings/overlap/id_exchange.py": {"self._apart": True},
     "embeddings/overlap/row_requests.py": {"keys.is_cuda or key_bits + place_bits > 63": True},
@@ -62,7 +62,7 @@ FUNCTIONS = {
         "_union": "temporal_breakdown calls it",
         "KinetoWindow.breakdown": "of kernels on a GPU",
     },
-    "training/lookahead.py": {
+    "training/next_ids.py": {
         "EarlyCopy.__init__": "for_device makes it for CUDA devices",
         "EarlyCopy.start": "as __init__",
         "EarlyCopy.take": "as __init__",

@@ -335,7 +335,7 @@ def new_table_step(
     ``name`` is the name of the strategy's class, for messages. ``groups`` is None outside of training. ``copies_early`` allows
     a copy of the next batch to the device before its step. ``clips`` are the engine's options for gradient clipping.
     """
-    from lightning_freescale.training.lookahead import EarlyCopy, Lookahead
+    from lightning_freescale.training.next_ids import EarlyCopy, Lookahead
     from lightning_freescale.training.table_step import TableStep
 
     engine = None if strategy.exchange == "torchrec" else _new_engine(tables, strategy, clips)

@@ -13,8 +13,8 @@ from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport,
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.profiling.recording.timeline import Timeline
-from lightning_freescale.training.lookahead import EarlyCopy, Ids, Lookahead
 from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN
+from lightning_freescale.training.next_ids import EarlyCopy, Ids, Lookahead
 
 Result = TypeVar("Result")
 
@@ -133,16 +133,16 @@ class TableStep:
             self.tables.prepare_update(settings, skip=self.overlapped)
             if self.engine is None:
                 return
-            agreed = self.engine.begin_step(
+            given_up = self.engine.begin_step(
                 {} if lookahead is None else self._known_ids(lookahead),
                 updates=updates,
                 settings=settings,
                 step=groups.step,
                 restart=self._restart and index == 0,
-                modes=None if lookahead is None else lookahead.proposals(),
+                gives_up=None if lookahead is None else lookahead.gives_up(),
             )
             if lookahead is not None:
-                lookahead.agreed_modes = agreed
+                lookahead.given_up = given_up
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of the forward."""
@@ -163,7 +163,7 @@ class TableStep:
                 engine.end_forward()
             else:
                 lookahead.learn(engine.lookups(), self._batch, self._comes_ahead)
-                engine.submit_next_ids({}, lookahead.modes())
+                engine.submit_next_ids({}, lookahead.gave_up())
                 engine.end_forward()
                 lookahead.give_notice()
             if not self._stated_sizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import KJTSnapshot
+from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 
 KEYS = ["history", "category"]
 LABEL = torch.zeros(3)

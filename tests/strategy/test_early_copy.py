@@ -16,7 +16,7 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale._lightning.loops import leaves_transfer_alone
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.testing import run_distributed
-from lightning_freescale.training.lookahead import EarlyCopy
+from lightning_freescale.training.next_ids import EarlyCopy
 from tests.helpers.fabric_loop import fabric_for, run_loop, set_up
 from tests.helpers.jagged import copy_of
 from tests.helpers.overlap_training import CountingModel, Run, assert_same, fit, my_loader

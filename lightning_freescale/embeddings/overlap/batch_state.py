@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import KJTSnapshot
+from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 
@@ -112,7 +112,7 @@ class Announced:
         any_submitted: whether any rank has.
         all_submitted: whether all ranks have, without errors.
         ended_ranks: ranks that have no such batch.
-        mode: the highest mode of any rank, see :meth:`OverlapEngine.begin_step`.
+        given_up: whether any rank gives up the prediction of ids.
     """
 
     heard: bool = False
@@ -120,7 +120,7 @@ class Announced:
     any_submitted: bool = False
     all_submitted: bool = False
     ended_ranks: Sequence[int] = ()
-    mode: int = 0
+    given_up: bool = False
 
 
 @dataclass

@@ -12,12 +12,12 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead import ModeProposal
+from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
-from lightning_freescale.embeddings.overlap.handshake import Route
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.lookup_handshake import Route
 from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, ProxyRoute
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
@@ -100,9 +100,9 @@ class OverlappedCollection:
     # -- a step
 
     def begin_step(
-        self, updates: bool, settings: Sequence[UpdateSettings], step: int, restart: bool, mode: ModeProposal
-    ) -> int:
-        """Begin the step of a batch, before its forward; see :meth:`OverlapEngine.begin_step`. Return the agreed mode."""
+        self, updates: bool, settings: Sequence[UpdateSettings], step: int, restart: bool, gives_up: GivesUp
+    ) -> bool:
+        """Begin the step of a batch before its forward. Return whether any rank gave up the prediction of ids."""
         before = self.step
         before.end()
         before.apply_gradients()
@@ -111,13 +111,13 @@ class OverlappedCollection:
         self._refuse_uneven_end(step)
         trained = [optimizer for optimizer, given in zip(self._optimizers, settings) if not given.frozen]
         moves = any(optimizer.moves_without_gradient for optimizer in trained)
-        now = self.step = ExchangeStep(self._exchange, self._worker, before, mode, moves, bool(self.others))
+        now = self.step = ExchangeStep(self._exchange, self._worker, before, gives_up, moves, bool(self.others))
         if restart and not before.current.update.updates:
             self._worker.submit(self._exchange.discard_accumulated, now.current, now.unsent)
         changes_all = updates and self._whole_used
         held = changes_all or (updates and self._hold_gradients)
         now.current.update = StepUpdate(settings, updates, held, changes_all)
-        return now.current.announced.mode
+        return now.current.announced.given_up
 
     def change_settings(self, settings: Sequence[UpdateSettings]) -> None:
         """Update the rows of the current batch with other settings, before its backward has reached them."""

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.lookahead import ModeProposal
+from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
@@ -145,8 +145,8 @@ class OverlapEngine:
         settings: Mapping[str, UpdateSettings] | None = None,
         step: int | None = None,
         restart: bool = False,
-        modes: Mapping[str, ModeProposal] | None = None,
-    ) -> dict[str, int]:
+        gives_up: Mapping[str, GivesUp] | None = None,
+    ) -> set[str]:
         """Begin the step of a batch, before its forward.
 
         Args:
@@ -156,29 +156,30 @@ class OverlapEngine:
             settings: what each table is updated with, by table key; others keep the options they were sharded with.
             step: optimizer steps done so far, for tables without ``settings``; counted here if not given.
             restart: forget gradients that were kept for an optimizer step which did not come.
-            modes: how this rank comes to know ids, by collection; for loops in which ranks must do so alike.
+            gives_up: whether this rank gives up the prediction of ids, by collection.
 
         Returns:
-            The highest mode that any rank proposed in the step before, by collection.
+            The paths of the collections for which any rank gave up in the step before.
         """
         step = self._steps if step is None else step
         self._steps = step + updates
         begins, self._in_window = restart or not self._in_window, not updates
         self._steps_counted += begins and bool(self.collections)
-        agreed: dict[str, int] = {}
+        given_up: set[str] = set()
         default = UpdateSettings(step)
         for path, module in self.modules.items():
             module.forget_copies()
-            mode = (modes or {}).get(path, ModeProposal())
+            proposed = (gives_up or {}).get(path, (False, False))
             for part in module.parts:
                 given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
-                agreed[path] = max(agreed.get(path, 0), part.begin_step(updates, given, step, restart, mode))
+                if part.begin_step(updates, given, step, restart, proposed):
+                    given_up.add(path)
         if upcoming is None:
             for collection in self.collections.values():
                 collection.step.submit_end()
         else:
             self.submit_next_ids(upcoming)
-        return agreed
+        return given_up
 
     def follow_settings(
         self, used: Mapping[str, UpdateSettings], now: Mapping[str, UpdateSettings]
@@ -204,11 +205,11 @@ class OverlapEngine:
         made = {path: module.parts[0].step.lookups.made for path, module in self.modules.items()}
         return {path: lookups for path, lookups in made.items() if lookups}
 
-    def submit_next_ids(self, upcoming: Mapping[str, Ids], modes: Mapping[str, int] | None = None) -> None:
-        """Submit ids of the next batch that were not known before the forward, and the modes that its lookups led to."""
-        for path, mode in (modes or {}).items():
+    def submit_next_ids(self, upcoming: Mapping[str, Ids], gave_up: Mapping[str, bool] | None = None) -> None:
+        """Submit ids of the next batch that were not known before the forward, and whether this rank gave up, by collection."""
+        for path, has in (gave_up or {}).items():
             for part in self.modules[path].parts:
-                part.step.propose_mode(mode)
+                part.step.gives_up = has, has
         for path, lookups in upcoming.items():
             if path in self.modules:
                 module, several = self.modules[path], [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import KJTSnapshot, ModeProposal
+from lightning_freescale.embeddings.id_prediction import GivesUp, KJTSnapshot
 from lightning_freescale.embeddings.overlap.batch_state import Batch, StepLookups
 from lightning_freescale.embeddings.overlap.id_exchange import KnownIds, NextIds
 from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
@@ -63,7 +63,7 @@ class ExchangeStep:
         exchange: the worker's side.
         worker: runs the jobs.
         before: the step before; None makes a placeholder before the first step, which is not open.
-        mode: how this rank comes to know ids.
+        gives_up: whether this rank gives up the prediction of ids.
         moves_without_gradient: whether an update by a gradient of zero would move a row.
         beside_others: whether the module has other collections, for which ranks may wait in their forward.
 
@@ -81,6 +81,7 @@ class ExchangeStep:
         gradient_sent: whether the gradients have been handed over.
         held: the batch whose gradients the owners hold until they are clipped; None if they hold none.
         open: whether the step has begun and not ended.
+        gives_up: as the argument; the caller may change it before the announcement.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ExchangeStep:
         exchange: RowExchange,
         worker: ExchangeWorker,
         before: ExchangeStep | None = None,
-        mode: ModeProposal | None = None,
+        gives_up: GivesUp = (False, False),
         moves_without_gradient: bool = False,
         beside_others: bool = False,
     ) -> None:
@@ -111,7 +112,7 @@ class ExchangeStep:
         self._next_ids: list[KJTSnapshot] | None = None
         self._submitted_next: list[KJTSnapshot] | None = None
         self._ready_next: Future[Any] | None = None
-        self._mode = mode or ModeProposal()
+        self.gives_up = gives_up
         self._ended = False
         self._looks_up = beside_others  # until its forward has ended
         self._forward_first = Lock()  # taken by the first event: the forward ends, or the worker would wait for late ids
@@ -131,10 +132,6 @@ class ExchangeStep:
         """Submit that there is no batch after the current one."""
         self._ended = self.open and self.prefetched is None
 
-    def propose_mode(self, mode: int) -> None:
-        """Set the mode that goes to the other ranks with the next ids, if it is known after the forward only."""
-        self._mode = ModeProposal(mode, mode)
-
     def forget_next(self) -> None:
         """Forget the rows of the next batch that were fetched ahead, because the tables have been written."""
         self.following, self._submitted_next, self._ready_next = self._exchange.new_batch(), None, None
@@ -147,12 +144,12 @@ class ExchangeStep:
     def _known(self, final: bool) -> KnownIds:
         """Return what this rank can tell of the next batch; ``final``: it will not know more later."""
         mispredicted = any(lookup.predicted is False for lookup in self.lookups.made)
-        mode = self._mode.if_mispredicted if mispredicted else self._mode.mode
+        gives_up = self.gives_up[mispredicted]
         if self._ended:
-            return KnownIds(NextIds.ENDED, (), mode)
+            return KnownIds(NextIds.ENDED, (), gives_up)
         if self._next_ids is not None:
-            return KnownIds(NextIds.REQUESTED, [snapshot.features for snapshot in self._next_ids], mode)
-        return KnownIds(NextIds.UNKNOWN if final else NextIds.LATER, (), mode)
+            return KnownIds(NextIds.REQUESTED, [snapshot.features for snapshot in self._next_ids], gives_up)
+        return KnownIds(NextIds.UNKNOWN if final else NextIds.LATER, (), gives_up)
 
     # -- the jobs, in their order
 

@@ -118,7 +118,7 @@ class Head(NamedTuple):
     gradients: int  # rows whose gradients follow
     moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
-    mode: int  # how the sender comes to know ids
+    gives_up: int  # whether the sender gives up the prediction of ids
     evaluated: int  # number of the module that the sender looks up outside of steps, from 1 on; 0 for none
 
 
@@ -128,12 +128,12 @@ class KnownIds(NamedTuple):
     Attributes:
         state: whether it knows them.
         lookups: the ids, by lookup.
-        mode: how this rank comes to know ids.
+        gives_up: whether this rank gives up the prediction of ids.
     """
 
     state: NextIds
     lookups: Sequence[KeyedJaggedTensor]
-    mode: int
+    gives_up: bool
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class IdsToSend:
     Attributes:
         state: of the ids of the next batch.
         request: the rows that it needs.
-        mode: how this rank comes to know ids.
+        gives_up: whether this rank gives up the prediction of ids.
         moves: whether it has a gradient of the current batch.
         evaluated: as in :class:`Head`.
         before: what had come in of the same batch in an earlier message, by which ranks that ask for nothing now stand.
@@ -151,7 +151,7 @@ class IdsToSend:
 
     state: NextIds
     request: RowRequest
-    mode: int = 0
+    gives_up: bool = False
     moves: bool = False
     evaluated: int = 0
     before: IncomingRows | None = None
@@ -203,7 +203,7 @@ class IdExchange:
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, moves = max(sent.request.sizes), int(sent.moves)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, int(updates), sent.mode, sent.evaluated)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, int(updates), int(sent.gives_up), sent.evaluated)
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
         numbers[:, _IDS], numbers[:, _GRADIENTS] = sent.request.sizes, given.requested.sizes

@@ -21,9 +21,9 @@ from lightning_freescale.embeddings.overlap.batch_state import (
     RequestedRows,
     SomeRows,
 )
-from lightning_freescale.embeddings.overlap.handshake import EvaluatedRows, LookupHandshake, Route
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdsToSend, KnownIds, LookedUp, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.lookup_handshake import EvaluatedRows, LookupHandshake, Route
 from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
@@ -152,7 +152,7 @@ class RowExchange:
             any_submitted=any_submitted,
             all_submitted=set(states) == {NextIds.REQUESTED},
             ended_ranks=[rank for rank, state in enumerate(states) if state == NextIds.ENDED],
-            mode=max(head.mode for head in self._heads),
+            given_up=any(head.gives_up for head in self._heads),
         )
         if current.update.changes_all:
             current.update.compared = False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import find_path, follow_path
+from lightning_freescale.embeddings.id_prediction import find_path, follow_path
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped, same_features
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import KJTSnapshot
+from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 from tests.helpers.jagged import KEYS, copy_of, make_features, same_features
 
 PARTS = ("values", "weights", "lengths")

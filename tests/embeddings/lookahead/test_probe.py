@@ -11,18 +11,17 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.lookahead import LookaheadMode, Probe
+from lightning_freescale.embeddings.id_prediction import Probe
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
-from lightning_freescale.training.lookahead import IdsFunction
+from lightning_freescale.training.next_ids import IdsFunction
 from tests.helpers.jagged import LABEL, make_features, same_features
 
 LOST = make_features(9)
-NONE, PROBE = LookaheadMode.NONE, LookaheadMode.PROBE
 
 
 def _learned() -> tuple[Probe, KeyedJaggedTensor]:
     probe, ids = Probe(), make_features()
-    assert probe.mode == PROBE and not probe.known and probe.ids_of({"ids": ids}) is None
+    assert not probe.gave_up and not probe.known and probe.ids_of({"ids": ids}) is None
     probe.learn({"ids": ids}, [ids])
     assert probe.known
     return probe, ids
@@ -48,10 +47,10 @@ def test_several_lookups_of_a_step() -> None:
     assert probe.ids_of(batch) == [there, here, here]
     assert probe.ids_of({"here": here}) == [here, here], "a batch may lack some"
     for _ in range(3):
-        assert probe.mode == PROBE
+        assert not probe.gave_up
         probe.report(False, batch, [here, LOST])
     probe.report(False, batch, [here])
-    assert probe.mode == NONE and not probe.known
+    assert probe.gave_up and not probe.known
 
 
 def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
@@ -59,7 +58,7 @@ def test_learns_another_place_and_keeps_the_old_one_if_there_is_none() -> None:
     probe.learn({"other": ids}, [ids])
     assert probe.ids_of({"other": ids}) == [ids]
     probe.learn({"label": LABEL}, [ids])
-    assert probe.mode == PROBE and probe.ids_of({"other": ids}) == [ids]
+    assert not probe.gave_up and probe.ids_of({"other": ids}) == [ids]
 
 
 @pytest.mark.parametrize("fail", [_miss, _no_place])
@@ -67,14 +66,14 @@ def test_three_failures_in_a_row_end_a_probe(fail: Callable[[Probe, int], None])
     probe, ids = _learned()
     for failures in (2, 2, 3):
         probe.report(True, {}, [LOST])
-        assert probe.mode == PROBE
+        assert not probe.gave_up
         fail(probe, failures)
     reason = probe.reason
-    assert probe.mode == NONE and not probe.known and reason
+    assert probe.gave_up and not probe.known and reason
     _miss(probe, 4)
     probe.give_up("again")
     probe.learn({"ids": ids}, [ids])
-    assert probe.mode == NONE and not probe.known and probe.reason == reason
+    assert probe.gave_up and not probe.known and probe.reason == reason
 
 
 def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
@@ -83,15 +82,15 @@ def test_a_place_that_moves_with_every_batch_ends_a_probe_too() -> None:
         batch = {f"step {step}": ids}
         assert probe.ids_of(batch) is None
         probe.learn(batch, [ids])
-    assert probe.mode == NONE
+    assert probe.gave_up
 
 
 def test_nothing_found_is_the_end() -> None:
     probe, ids = Probe(), make_features()
     probe.learn({"label": LABEL}, [ids])
-    assert probe.mode == NONE and not probe.known and probe.reason
+    assert probe.gave_up and not probe.known and probe.reason
     probe.learn({"ids": ids}, [ids])
-    assert probe.mode == NONE and probe.ids_of({"ids": ids}) is None
+    assert probe.gave_up and probe.ids_of({"ids": ids}) is None
 
 
 def test_what_a_function_tells_until_it_was_wrong_three_times() -> None:
@@ -101,7 +100,7 @@ def test_what_a_function_tells_until_it_was_wrong_three_times() -> None:
         probe.report(matched, {}, [LOST])
         assert probe.told([ids], "my_function") == [ids]
     _miss(probe)
-    assert probe.mode == NONE and not probe.known and probe.told([ids], "my_function") is None
+    assert probe.gave_up and not probe.known and probe.told([ids], "my_function") is None
     assert "my_function" in probe.reason
 
 
@@ -113,25 +112,23 @@ def test_what_a_function_no_longer_tells_is_looked_for_in_the_batch() -> None:
     assert probe.ids_of({"ids": ids}) == [ids]
 
 
-def test_the_proposal_is_the_mode_after_the_next_lookup() -> None:
+def test_gives_up_tells_the_state_after_the_next_lookup() -> None:
     probe, _ = _learned()
     for predicted in (False, True, False, False, False):
-        expected = probe.proposal.mode if predicted else probe.proposal.if_mispredicted
+        expected = probe.gives_up[not predicted]
         probe.report(predicted, {}, [LOST])
-        assert probe.mode == expected
-    assert probe.mode == NONE
+        assert probe.gave_up == expected
+    assert probe.gave_up
 
 
-def test_the_agreed_mode_is_that_of_the_rank_that_knows_least() -> None:
+def test_all_ranks_give_up_if_one_does() -> None:
     probe, _ = _learned()
-    probe.follow_agreed_mode(PROBE)
-    assert probe.known
-    for mode in (NONE, PROBE):
-        probe.follow_agreed_mode(mode)
-        assert probe.mode == NONE and not probe.known and "another rank" in probe.reason
+    for _ in range(2):
+        probe.give_up_with_others()
+        assert probe.gave_up and not probe.known and "another rank" in probe.reason
     probe = Probe()
     probe.told([make_features()], "my_function")
-    probe.follow_agreed_mode(NONE)
+    probe.give_up_with_others()
     assert "another rank my_function" in probe.reason
 
 

@@ -61,7 +61,7 @@ class LookupHandshake:
                 request = self.request(known.lookups)
             except ValueError:
                 state = NextIds.UNKNOWN
-        return IdsToSend(state, request, known.mode)
+        return IdsToSend(state, request, known.gives_up)
 
     def ask_for(self, lookups: Sequence[KeyedJaggedTensor], kind: LookedUp) -> tuple[LookedUp, RowRequest, ValueError | None]:
         """Return how to ask for lookups that were not submitted: ``kind``, or that they are wrong; the request; the error."""

@@ -12,7 +12,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from lightning_freescale._lightning.loops import Movable, rank_zero_info, rank_zero_warn
-from lightning_freescale.embeddings.lookahead import LookaheadMode, ModeProposal, Probe
+from lightning_freescale.embeddings.id_prediction import GivesUp, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 
@@ -105,7 +105,7 @@ class Lookahead:
 
     Attributes:
         asked: whether the ids of the next batch have been asked for: once, also where a closure runs a step again.
-        agreed_modes: the highest mode that any rank proposed in the step before, by collection.
+        given_up: paths of the collections for which any rank gave up in the step before.
         function: returns the ids of a batch; None if neither the user nor the module has given one.
     """
 
@@ -118,7 +118,7 @@ class Lookahead:
     ) -> None:
         self._device, self._strategy = engine.tables.device, strategy
         self._probes = {path: Probe() for path in engine.modules}
-        self.agreed_modes: dict[str, int] = {}
+        self.given_up: set[str] = set()
         self._told: Ids = {}  # of what comes next
         self.asked = False
         self._noticed: set[str] = set()
@@ -132,17 +132,17 @@ class Lookahead:
         for path, reason in engine.plain.items():
             rank_zero_info(f"strategy 'freescale': the exchange of {path!r} is not overlapped with compute: {reason}")
 
-    def proposals(self) -> dict[str, ModeProposal]:
-        """Return how this rank comes to know ids, by collection."""
-        return {path: probe.proposal for path, probe in self._probes.items()}
+    def gives_up(self) -> dict[str, GivesUp]:
+        """Return whether this rank gives up after the next lookup, by collection."""
+        return {path: probe.gives_up for path, probe in self._probes.items()}
 
-    def modes(self) -> dict[str, int]:
-        """Return the mode of each collection now."""
-        return {path: probe.mode for path, probe in self._probes.items()}
+    def gave_up(self) -> dict[str, bool]:
+        """Return whether this rank has given up, by collection."""
+        return {path: probe.gave_up for path, probe in self._probes.items()}
 
     def tell(self, loaded: Any) -> Ids:
         """Return the ids that the user's function finds in a batch that is to come, as it comes out of the loader."""
-        if self.function is None or all(probe.mode != LookaheadMode.PROBE for probe in self._probes.values()):
+        if self.function is None or all(probe.gave_up for probe in self._probes.values()):
             return {}
         return self.function(loaded)
 
@@ -172,8 +172,8 @@ class Lookahead:
                 probe.report(all(lookup.predicted for lookup in lookups), batch, features)
             elif not probe.known and comes_ahead and (self.function is None or (self.asked and path not in self._told)):
                 probe.learn(batch, features)
-        for path, mode in self.agreed_modes.items():
-            self._probes[path].follow_agreed_mode(mode)
+        for path in self.given_up:
+            self._probes[path].give_up_with_others()
 
     def give_up(self, reason: str) -> None:
         """Stop trying, for all collections."""
@@ -182,9 +182,7 @@ class Lookahead:
 
     def give_notice(self) -> None:
         """Warn once of the collections whose ids cannot be known; on rank 0, by the modes that all ranks have agreed on."""
-        silent = [
-            path for path, probe in self._probes.items() if probe.mode == LookaheadMode.NONE and path not in self._noticed
-        ]
+        silent = [path for path, probe in self._probes.items() if probe.gave_up and path not in self._noticed]
         if not silent:
             return
         self._noticed.update(silent)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -245,23 +244,8 @@ _PATIENCE = 3
 """Failures in a row after which a probe gives up."""
 
 
-class LookaheadMode(IntEnum):
-    """How the next ids are known; the ranks take the highest of any, so that all know them alike."""
-
-    PROBE = 0  # they stand in the batch, or a function of the user tells them
-    NONE = 1  # not at all
-
-
-class ModeProposal(NamedTuple):
-    """The mode that a rank proposes to the others, before it has compared the current batch's ids.
-
-    Attributes:
-        mode: if they turn out as predicted, or were not predicted.
-        if_mispredicted: if they turn out to be others.
-    """
-
-    mode: int = 0
-    if_mispredicted: int = 0
+GivesUp: TypeAlias = tuple[bool, bool]
+"""Whether a rank gives up the prediction of ids: if the ids of the current batch are not mispredicted, and if they are."""
 
 
 class Probe:
@@ -271,12 +255,12 @@ class Probe:
     lookups were found at.
 
     Attributes:
-        mode: how they are known now.
-        reason: why they are not known, once :meth:`give_up` was called.
+        gave_up: whether :meth:`give_up` was called.
+        reason: why it was called.
     """
 
     def __init__(self) -> None:
-        self.mode, self.reason = LookaheadMode.PROBE, ""
+        self.gave_up, self.reason = False, ""
         self._paths: list[KJTPath] = []
         self._told_by: str | None = None
         self._failures = 0
@@ -287,14 +271,13 @@ class Probe:
         return bool(self._paths) or self._told_by is not None
 
     @property
-    def proposal(self) -> ModeProposal:
-        """The mode after the lookup that comes next, for either outcome."""
-        last = self._failures + 1 >= _PATIENCE
-        return ModeProposal(self.mode, LookaheadMode.NONE if last else self.mode)
+    def gives_up(self) -> GivesUp:
+        """Whether the probe gives up after the next lookup, for either outcome."""
+        return self.gave_up, self.gave_up or self._failures + 1 >= _PATIENCE
 
     def learn(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
         """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
-        if self.mode == LookaheadMode.PROBE and not self._find_new(batch, lookups) and not self._paths:
+        if not self.gave_up and not self._find_new(batch, lookups) and not self._paths:
             self.give_up("they do not stand in the batch")
 
     def ids_of(self, batch: Any) -> list[KeyedJaggedTensor] | None:
@@ -309,7 +292,7 @@ class Probe:
 
     def told(self, lookups: Sequence[KeyedJaggedTensor], by: str) -> list[KeyedJaggedTensor] | None:
         """Return the ids that a function has returned for another batch; None if they were wrong too often."""
-        if self.mode != LookaheadMode.PROBE:
+        if self.gave_up:
             return None
         self._told_by = by
         return list(lookups)
@@ -318,7 +301,7 @@ class Probe:
         """Take note of whether ids submitted ahead were those looked up in the step on ``batch``."""
         if predicted:
             self._failures = 0
-        elif self.mode == LookaheadMode.NONE:
+        elif self.gave_up:
             return  # they had been submitted before it gave up
         elif self._told_by is not None:
             self._count_failure(f"{self._told_by} tells others than the model looks up")
@@ -327,16 +310,16 @@ class Probe:
 
     def give_up(self, reason: str) -> None:
         """Stop trying, because the ids cannot be known."""
-        if self.mode != LookaheadMode.NONE:
-            self.mode, self.reason, self._paths, self._told_by = LookaheadMode.NONE, reason, [], None
+        if not self.gave_up:
+            self.gave_up, self.reason, self._paths, self._told_by = True, reason, [], None
 
-    def follow_agreed_mode(self, mode: int) -> None:
-        """Do what the rank does that knows least: an exchange is overlapped on all ranks or on none."""
-        if mode > self.mode:
-            elsewhere = "another rank does not know them"
-            if self._told_by is not None:
-                elsewhere = f"on another rank {self._told_by} does not tell what the model looks up"
-            self.give_up(elsewhere)
+    def give_up_with_others(self) -> None:
+        """Give up because another rank has: an exchange is overlapped on all ranks or on none."""
+        by = self._told_by
+        reason = (
+            "another rank does not know them" if by is None else f"on another rank {by} does not tell what the model looks up"
+        )
+        self.give_up(reason)
 
     def _find_new(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> bool:
         """Add the places of lookups to those known; return whether all have one and any is new."""
