@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
 }
 ONE_LEVEL: dict[str, tuple[Callable[[], None], list[str]]] = {
     "writes": (_writes_unannounced, ["'items'", "writing_tables()"]),
-    "backward twice": (lambda: _steps(_backward_twice), ["embedding collection", "second backward"]),
+    "backward twice": (lambda: _steps(_backward_twice), ["Embedding collection", "second time"]),
     "no backward": (lambda: _steps(_forward), ["nothing"]),
     "no backward, Adam": (lambda: _steps(_forward, ADAM), ["nothing"]),
     "two lookups, Adam": (lambda: _steps(_twice, ADAM), ["nothing"]),
