@@ -30,6 +30,7 @@ from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.report import BubbleReport
+from lightning_freescale.profiling.reporting.text import summary
 from lightning_freescale.profiling.reporting.verdict import verdict_line
 
 _FOLDER = "bubbles"
@@ -60,8 +61,10 @@ class BubbleProfiler(Callback):
             report does not. Each rank leaves torch's own file of them in the folder ``torch_profiler``.
         lengths_fn: returns the history lengths of a batch's samples. With them the report can say how much of the imbalance the
             data cause; with :class:`FreeScaleDataModule` they are known.
-        verbose: show the bubble of the last ``every_n_steps`` beside the progress bar. At the end print the summary and the
-            paths of the files, and log the verdict where Lightning's log goes beside the terminal.
+        verbose: None shows the bubble of the last ``every_n_steps`` steps beside the progress bar. At the end, it prints the
+            verdict, the table of the ranks and the path of the full report, and logs the verdict if Lightning's log also has a
+            destination other than the terminal. True also prints all other figures and the paths of all files. False prints
+            and logs nothing.
 
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 once training has ended; None before, and on
@@ -82,7 +85,7 @@ class BubbleProfiler(Callback):
         trace_steps: int = 50,
         torch_profiler_steps: int = 0,
         lengths_fn: Callable[[Any], Any] | None = None,
-        verbose: bool = True,
+        verbose: bool | None = None,
     ) -> None:
         self.options = ProfilerOptions(
             every_n_steps=every_n_steps, trace_steps=trace_steps, torch_profiler_steps=torch_profiler_steps
@@ -138,7 +141,7 @@ class BubbleProfiler(Callback):
         run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name)
         device = trainer.strategy.root_device
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs, advise)
-        if self.verbose and trainer.is_global_zero:
+        if self.verbose is not False and trainer.is_global_zero:
             self._observing.enter_context(self._line.beside_bar(trainer))
         self._watch = self._observing.enter_context(HangWatch(self._timeline, dirpath))
         if self._watch.problem is not None:
@@ -186,11 +189,23 @@ class BubbleProfiler(Callback):
         if profiler is None or report is None:
             return
         self.report, self.files = report, {**profiler.files, **self.files}
-        if self.verbose:
-            log_but_on_terminal(verdict_line(report.document(series=False)))
-            print(report, *([] if self.overlap is None else [self.overlap]), sep="\n")
-            for path in self.files.values():
-                print(f"written: {path}")
+        if self.verbose is not False:
+            self._print(report)
+
+    def _print(self, report: BubbleReport) -> None:
+        document = report.document(series=False)
+        log_but_on_terminal(verdict_line(document))
+        print(summary(document, brief=not self.verbose))
+        if not self.verbose:
+            path = self.files.get("page", self.files.get("report"))
+            if path is not None:
+                here = Path.cwd()
+                print(f"full report: {path.relative_to(here) if path.is_relative_to(here) else path}")
+            return
+        if self.overlap is not None:
+            print(self.overlap)
+        for path in self.files.values():
+            print(f"written: {path}")
 
     # -- while training
 

@@ -49,6 +49,7 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     for name, text in _COUNTS.items():
         option, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         add(option, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    add("--verbose", action="store_const", const=True, help="print the whole report instead of the verdict and one table")
     add("-m", dest="module", action="store_true", help="run a module, as python -m does")
     add("script", metavar="train.py", help="the script, or with -m the module's name")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
@@ -69,7 +70,7 @@ def _run_script(options: argparse.Namespace) -> None:
     folder = options.dirpath and str(options.dirpath.absolute())  # the script may change its working directory
     handle, fits = tempfile.mkstemp(prefix="freescale-profile-")
     os.close(handle)
-    os.environ[VARIABLE] = json.dumps({"options": {"dirpath": folder, **counts}, "fits": fits})
+    os.environ[VARIABLE] = json.dumps({"options": {"dirpath": folder, "verbose": options.verbose, **counts}, "fits": fits})
     kind = "module" if options.module else "script"
     # a fresh interpreter: this package has imported torch, which a script may set environment variables before
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -W, -X and so on, as multiprocessing

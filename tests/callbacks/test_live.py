@@ -32,7 +32,7 @@ class Logs(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def _shown(folder: Path, bar: Any = None, metric: str = "score", verbose: bool = True) -> tuple[str, dict[str, float], bool]:
+def _shown(folder: Path, bar: Any = None, metric: str = "score", verbose: Any = None) -> tuple[str, dict[str, float], bool]:
     """What stands on the terminal, the metrics, and whether the bar is another one afterwards."""
     callbacks = [profiler(folder, every_n_steps=3, verbose=verbose), *([] if bar is None else [bar()])]
     with terminal() as shown:
@@ -73,9 +73,11 @@ class Breaks(Plain):
 
 
 def test_the_verdict_is_in_the_log_and_printed_once(tmp_path: Path, capfd: Any) -> None:
+    runs = {"ends": (Plain(), None), "fails": (Breaks(), None), "whole": (Plain(), True), "quiet": (Plain(), False)}
+
     def run() -> dict[str, tuple[str, str]]:
         found = {}
-        for name, module, verbose in (("ends", Plain(), True), ("fails", Breaks(), True), ("quiet", Plain(), False)):
+        for name, (module, verbose) in runs.items():
             handler = logging.FileHandler(tmp_path / f"{name}.log")
             logging.getLogger("lightning.pytorch").addHandler(handler)
             with terminal() as shown:
@@ -90,9 +92,11 @@ def test_the_verdict_is_in_the_log_and_printed_once(tmp_path: Path, capfd: Any) 
 
     (found,) = run_distributed(run, 1, init=False)
     captured = capfd.readouterr()
-    for name in ("ends", "fails"):
+    for name in ("ends", "fails", "whole"):
         (line,) = [line for line in found[name][1].splitlines() if "Verdict:" in line]
         assert "Why:" in line and "Next:" in line
         assert line.startswith("INCOMPLETE: ValueError: the model broke") == (name == "fails")
     told = "".join(shown for shown, _ in found.values()) + captured.out + captured.err
-    assert told.count("Verdict:") == 2 and "Verdict:" not in found["quiet"][0] + found["quiet"][1]
+    assert told.count("Verdict:") == 3 and "Verdict:" not in found["quiet"][0] + found["quiet"][1]
+    assert told.count("Where the time went:") == 3 and told.count("full report: ") == 2
+    assert told.count("profiler overhead") == 1 and told.count("written: ") == 3, "everything else only with verbose=True"

@@ -1,10 +1,9 @@
-"""The report as a short text for the terminal."""
+"""The bubble report as text for the terminal."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,32 @@ from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING,
 
 _WIDTH = 120
 _ALL_RANKS = 8
-"""With more ranks the table has the extremes only."""
+"""With more ranks, the table shows only the extremes."""
 _COLUMNS = ("data_wait", "compute", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained", "hidden")
-_Sentence = Callable[[Mapping[str, Any]], "str | None"]
+Document = Mapping[str, Any]
 
 
-def summary(document: Mapping[str, Any]) -> str:
-    """Return the text of a document, no line wider than 120 characters; its series are not needed."""
-    verdict: list[_Sentence] = [partial(_verdict, name) for name in ("verdict", "why", "next", "also")]
-    above: list[_Sentence] = [_incomplete, *verdict, _title]
-    between = (_columns, _bubble, _compute, _device, _padding)
-    below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
-    lines = [*_wrapped(document, above), *_table(document), *_wrapped(document, between)]
-    return "\n".join([*lines, *_balance(document), *_wrapped(document, below)])
+def summary(document: Document, brief: bool = False) -> str:
+    """Return a report document, with or without its series, as text with lines of at most 120 characters.
+
+    Args:
+        document: content of a ``report.json``.
+        brief: return only the verdict and the table of the ranks.
+    """
+    parts = ("verdict", "why", "next") if brief else ("verdict", "why", "next", "also")
+    lines = [*_wrapped(_incomplete(document), *(_verdict(document, part) for part in parts), _title(document))]
+    lines += _table(document)
+    if not brief:
+        lines += _wrapped(_COLUMN_HELP, _bubble(document), _compute(document), _device(document), _padding(document))
+        lines += _balance(document)
+        below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
+        lines += _wrapped(*(sentence(document) for sentence in below))
+    return "\n".join(lines)
 
 
-def _wrapped(document: Mapping[str, Any], sentences: Iterable[_Sentence]) -> Iterator[str]:
+def _wrapped(*sentences: str | None) -> Iterator[str]:
     for sentence in sentences:
-        yield from textwrap.wrap(sentence(document) or "", _WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ")
 
 
 def _ms(seconds: float) -> str:
@@ -39,37 +46,37 @@ def _ms(seconds: float) -> str:
     return f"{figure:.3g}" if abs(figure) < 100 else f"{figure:.0f}"
 
 
-def _incomplete(document: Mapping[str, Any]) -> str | None:
+def _incomplete(document: Document) -> str | None:
     status = document["status"]
     if status["complete"]:
         return None
-    lost = f"; its last {status['not_exchanged']} steps are not in here" if status["not_exchanged"] else ""
-    return f"INCOMPLETE: {status['reason'] or 'the run did not come to its end'}{lost}"
+    lost = f"; the last {status['not_exchanged']} steps are missing" if status["not_exchanged"] else ""
+    return f"INCOMPLETE: {status['reason'] or 'the run was interrupted'}{lost}"
 
 
-def _verdict(name: str, document: Mapping[str, Any]) -> str | None:
-    found = document.get("verdict", {}).get(name)  # reports of earlier versions lack some
-    return f"{name.capitalize() + ':':9}{found}" if found else None
+def _verdict(document: Document, part: str) -> str | None:
+    found = document.get("verdict", {}).get(part)  # reports of earlier versions lack some parts
+    return f"{part.capitalize() + ':':9}{found}" if found else None
 
 
-def _title(document: Mapping[str, Any]) -> str:
+def _title(document: Document) -> str:
     run, status = document["run"], document["status"]
     known = len(document["ranks"])
     ranks = f"{run['world_size']} rank{'s'[: run['world_size'] != 1]} on {run['device']}"
-    ranks += f" (only {known} of them in here)" if known != run["world_size"] else ""
+    ranks += f" (the report has only {known} of them)" if known != run["world_size"] else ""
     steps = f"{status['steps']} step{'s'[: status['steps'] != 1]}"
     warm = f" after {status['warmup']} of warm-up" if status["warmup"] else ""
     return f"Where the time went: {run['label']} ({run['model']}), {ranks}, {steps}{warm}"
 
 
-def _table(document: Mapping[str, Any]) -> list[str]:
+def _table(document: Document) -> list[str]:
     ranks = document["ranks"]
     many = len(ranks) > _ALL_RANKS
     rows = _extremes(ranks) if many else [(f"rank {rank['rank']}", rank) for rank in ranks]
     rows.append(("all", {**document["summary"], "last": sum(rank["last"] for rank in ranks)}))
     exchanges = max(rows[-1][1]["last"], 1)
     wide = max(len(label) for label, _ in rows)
-    # waits are divided on most runs: the column of those that are not would hold zeros
+    # most runs have no undivided waits, so the column would only hold zeros
     columns = [name for name in _COLUMNS if name != "wait" or document["summary"]["shares"]["wait"]]
     heads = {name: "  wait for peers" if name == "wait" else f"  {name.replace('_', ' ')}" for name in columns}
     lines = [f"{'rank' if many else '':{wide}}{'ms/step':>9}{''.join(heads.values())}{'last':>8}"]
@@ -79,35 +86,34 @@ def _table(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _extremes(ranks: list[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def _extremes(ranks: list[Document]) -> list[tuple[str, Document]]:
     compute, data = ([rank["shares"][name] * rank["step_s"] for rank in ranks] for name in ("compute", "data_wait"))
     chosen = {"most compute": np.argmax(compute), "least compute": np.argmin(compute), "most data wait": np.argmax(data)}
     return [(f"{what}: {ranks[k]['rank']}", ranks[k]) for what, k in chosen.items()]
 
 
-def _columns(document: Mapping[str, Any]) -> str:
-    return "hidden: part of compute, behind which an exchange was under way; last: how often it arrived last at an exchange"
+_COLUMN_HELP = "hidden: the part of compute during which an exchange ran; last: how often the rank was the last at an exchange"
 
 
-def _bubble(document: Mapping[str, Any]) -> str:
+def _bubble(document: Document) -> str:
     figures = document["summary"]
     if figures["limit"] is None:
-        return "bubble b = 100.0%: no compute was seen"
+        return "bubble b = 100.0%: no compute was recorded"
     rate = "" if figures["samples_per_s"] is None else f", {figures['samples_per_s']:.1f} samples/s now"
     faster = f"{figures['limit']:.2f}x faster ({_ms(figures['step_s'] / figures['limit'])} ms/step{rate})"
-    return f"bubble b = {figures['bubble']:.1%}: removing it all would be at most {faster}"
+    return f"bubble b = {figures['bubble']:.1%}: without any bubble the run would be at most {faster}"
 
 
-def _compute(document: Mapping[str, Any]) -> str:
+def _compute(document: Document) -> str:
     shares = document["summary"]["shares"]
     stages = ", ".join(f"{name} {shares[name]:.1%}" for name in ("forward", "backward", "optimizer"))
     predicted, measured = (document["summary"].get(f"{which}_imbalance") for which in ("predicted", "compute"))
-    # where the steps were planned, the rows below tell what was predicted
+    # for planned steps, the table of the imbalance shows the prediction
     beside = "" if predicted is None or document.get("balance") else f", predicted by the costs {predicted:.3f}"
     return f"compute is {stages}; measured compute imbalance {measured:.3f}{beside} (max / mean over ranks)"
 
 
-def _device(document: Mapping[str, Any]) -> str | None:
+def _device(document: Document) -> str | None:
     seen = document["device_idle"]
     if seen is None:
         return None
@@ -116,19 +122,18 @@ def _device(document: Mapping[str, Any]) -> str | None:
     return f"devices in {seen['steps']} steps under torch.profiler, which slows the host down: {parts} (mean over ranks)"
 
 
-def _padding(document: Mapping[str, Any]) -> str | None:
-    padding = document["summary"].get("padding")  # which reports of versions before have not
+def _padding(document: Document) -> str | None:
+    padding = document["summary"].get("padding")  # reports of earlier versions lack it
     if padding is None:
         return None
     return (
-        f"padding: {padding['tokens']:.1%} of the computed tokens; it is part of compute, {padding['time']:.1%} of the time if "
-        "compute is proportional to the tokens"
+        f"padding: {padding['tokens']:.1%} of the computed tokens, and {padding['time']:.1%} of the time if compute is "
+        "proportional to the tokens (part of compute)"
     )
 
 
-def _balance(document: Mapping[str, Any]) -> Iterator[str]:
-    """A row of compute and one of tokens, as they were planned."""
-    planned = document.get("balance")  # which reports of versions before have not
+def _balance(document: Document) -> Iterator[str]:
+    planned = document.get("balance")  # reports of earlier versions lack it
     if planned is None:
         return
     compute, tokens = planned["compute"], planned["tokens"]
@@ -150,8 +155,8 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _parted(document: Mapping[str, Any]) -> str | None:
-    """Say when predicted and measured imbalance part, and for what: the costs, or what no cost knows of."""
+def _parted(document: Document) -> str | None:
+    """Explain a difference between the predicted and the measured imbalance."""
     figures, split = document["summary"], document["imbalance"]
     predicted, compute = figures.get("predicted_imbalance"), figures["shares"]["compute"] * figures["step_s"]
     if predicted is None or split is None or not compute:
@@ -161,25 +166,25 @@ def _parted(document: Mapping[str, Any]) -> str | None:
     wrong = apart - slow - jitter
     if split["method"] == "cost model" and abs(wrong) > PARTED:
         return (
-            f"predicted and measured imbalance part by {apart:.3f}, of which {wrong:.3f} because samples do not take what the "
-            "costs say: freescale balance fit makes a cost model of this run's report.json"
+            f"predicted and measured imbalance differ by {apart:.3f}, of which {wrong:.3f} because the costs do not match the "
+            "measured times: freescale balance fit fits a cost model to this run's report.json"
         )
     if apart <= PARTED:
         return None
-    why = f"slow ranks {slow:.3f}, jitter {jitter:.3f}" if split["method"] == "cost model" else "lengths would tell why"
-    return f"predicted and measured imbalance part by {apart:.3f}: {why}"
+    why = f"slow ranks {slow:.3f}, jitter {jitter:.3f}" if split["method"] == "cost model" else "pass lengths to see why"
+    return f"predicted and measured imbalance differ by {apart:.3f}: {why}"
 
 
-def _overlap(document: Mapping[str, Any]) -> str | None:
+def _overlap(document: Document) -> str | None:
     efficiency = document["summary"]["overlap_efficiency"]
-    return None if efficiency is None else f"compute hid {efficiency:.1%} of the time of the exchanges, straggler wait left out"
+    return None if efficiency is None else f"compute hid {efficiency:.1%} of the exchange time (straggler wait excluded)"
 
 
-def _what_if(document: Mapping[str, Any]) -> str | None:
+def _what_if(document: Document) -> str | None:
     cases = []
     for case in document["what_if"]:
         if case["name"] == "no contention" and (case["speed_up"] or 0.0) < WORTH_DOING:
-            continue  # it is seldom there, and its row of the page says why
+            continue  # contention is rare, and the page has a row that gives the reason
         gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
         cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
     limit = next((case["limit"] for case in document["what_if"] if case["limit"] is not None), None)
@@ -187,48 +192,48 @@ def _what_if(document: Mapping[str, Any]) -> str | None:
     of = f" in {steps}" if steps else ""
     if limit is None:
         return f"what if{of}: {', '.join(cases)}" if cases else None
-    why = f"of compute alone it would be {limit:.2f}x, which these need not add up to: without one cause ranks wait for another"
+    why = f"with compute alone {limit:.2f}x; the gains need not add up to it, because ranks then wait for another cause"
     return f"what if{of}: {', '.join(cases)}; {why}"
 
 
-def _imbalance(document: Mapping[str, Any]) -> str | None:
+def _imbalance(document: Document) -> str | None:
     split = document["imbalance"]
     if split is None:
         return None
     data, hardware, jitter = (split[f"{cause}_s"] for cause in ("data", "hardware", "jitter"))
     differ = f"of {_ms(data + hardware + jitter)} ms that ranks differ per step"
     if split["method"] == "ranks":
-        return f"{differ}, {_ms(hardware)} last from step to step, {_ms(data + jitter)} do not"
-    off = "" if split["residual"] is None else f", {split['residual']:.1%} off"
+        return f"{differ}, {_ms(hardware)} are the same in every step, {_ms(data + jitter)} are not"
+    off = "" if split["residual"] is None else f", median error {split['residual']:.1%}"
     causes = f"{_ms(data)} come from the data, {_ms(hardware)} from hardware, {_ms(jitter)} from neither"
     return f"{differ}, {causes} (by the cost model{off})"
 
 
-def _slow_ranks(document: Mapping[str, Any]) -> str | None:
+def _slow_ranks(document: Document) -> str | None:
     slow = (document["imbalance"] or {}).get("slow_ranks")
     if not slow:
         return None
     named = ", ".join(f"rank {rank} takes {score:.2f}x" for rank, score in slow.items())
     if document["imbalance"]["method"] == "cost model":
-        return f"{named} what its samples explain: a slow or shared device?"
-    return f"{named} as long as the median rank, step after step: a slow device, or always longer histories? lengths would tell"
+        return f"{named} the time that its samples explain: the device may be slow or shared"
+    return f"{named} the time of the median rank: its device is slow, or its histories are longer (pass lengths to see which)"
 
 
-def _memory(document: Mapping[str, Any]) -> str | None:
-    memory = document.get("memory")  # which reports of versions before have not
+def _memory(document: Document) -> str | None:
+    memory = document.get("memory")  # reports of earlier versions lack it
     if memory is None:
         return None
     most = max(memory["ranks"], key=lambda rank: rank["peak_bytes"])
     uneven = f", {memory['peak_imbalance']:.2f}x the mean" if len(memory["ranks"]) > 1 else ""
     now = max(memory["ranks"], key=lambda rank: rank["current_bytes"])
-    few = "" if now["grows"] is not None else f"; too few readings to tell growth ({len(memory['step'])})"
+    few = "" if now["grows"] is not None else f"; too few readings to detect growth ({len(memory['step'])})"
     return (
-        f"memory: peak {_mib(most['peak_bytes'])} on rank {most['rank']}{uneven}; now {_mib(now['current_bytes'])} at most, on "
+        f"memory: peak {_mib(most['peak_bytes'])} on rank {most['rank']}{uneven}; now at most {_mib(now['current_bytes'])}, on "
         f"rank {now['rank']}{few}"
     )
 
 
-def _memory_growth(document: Mapping[str, Any]) -> str | None:
+def _memory_growth(document: Document) -> str | None:
     memory = document.get("memory") or {"ranks": []}
     growing = sorted((rank for rank in memory["ranks"] if rank["grows"]), key=lambda rank: -rank["growth_bytes"])
     if not growing:
@@ -245,17 +250,17 @@ def _mib(size: float) -> str:
     return f"{mib:.1f} MiB" if mib < 100 else f"{mib:.0f} MiB" if mib < 10_000 else f"{mib / 1024:.1f} GiB"
 
 
-def _waits(document: Mapping[str, Any]) -> str | None:
+def _waits(document: Document) -> str | None:
     waits = document["wait_attribution"]
     if not waits["aligned"]:
         return f"wait for peers is not divided into straggler wait and transfer: {waits['reason']}"
     if document["run"]["world_size"] == 1:
         return None
     uncertain = _ms(waits["uncertainty_s"])
-    return f"straggler wait and transfer were told apart by the ranks' arrivals on one clock, uncertain by {uncertain} ms"
+    return f"straggler wait and transfer are divided by the ranks' arrivals on one clock, with an uncertainty of {uncertain} ms"
 
 
-def _overhead(document: Mapping[str, Any]) -> str:
+def _overhead(document: Document) -> str:
     overhead = document["overhead"]
-    parts = f"{_ms(overhead['exchange_s'])} for exchanges, on a thread aside; {_ms(overhead['stamps_s'])} for stamps"
+    parts = f"{_ms(overhead['exchange_s'])} for exchanges on a separate thread, {_ms(overhead['stamps_s'])} for stamps"
     return f"profiler overhead {_ms(overhead['total_s'])} ms/step, {overhead['share']:.2%} of a step ({parts})"
