@@ -17,6 +17,7 @@ COMMANDS = {  # name: module in this package, what it does
     "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict what that brings"),
     "profile": ("profile", "profile a Lightning script; show bubble reports, compare them, make a page of them"),
     "consolidate": ("checkpoints", "take the weights out of a checkpoint, for the plain module; or make one file of a folder"),
+    "explain": ("explain", "print what the documentation says about an error or a warning"),
     "changes": ("checkpoints", "take out the rows that a later checkpoint has otherwise"),
 }
 _PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")

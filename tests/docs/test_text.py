@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -179,28 +178,3 @@ def test_every_public_name_has_a_place_on_the_site() -> None:
     public.add("RayFreeScaleStrategy")  # importing its module needs Ray
     assert public > {"FreeScaleStrategy", "assign", "ProcessGroupFreeScaleOptions", "run_distributed", "RankFailed"}
     assert sorted(shown) == sorted(public)
-
-
-# -- messages
-
-
-def test_messages_that_a_page_quotes_are_those_of_the_package() -> None:
-    """The index in docs/limits.md; "..." stands for what is filled in."""
-    lines = (DOCS / "limits.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("| `")]
-    assert len(rows) > 100 and all(len(row) == 3 and all(row) for row in rows)
-    quoted = [row[0].strip("`") for row in rows]
-    assert sorted(quoted) == sorted(set(quoted)), "each message once"
-    templates = []
-    for path in (ROOT / "lightning_freescale").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                templates.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                templates.append(node.value)
-
-    def is_said(beginning: str) -> bool:
-        pattern = re.compile(r"(?:\0|\.\.\.)".join(re.escape(part) for part in beginning.split("...")))
-        return any(pattern.match(template) for template in templates)
-
-    assert [beginning for beginning in quoted if not is_said(beginning)] == []
