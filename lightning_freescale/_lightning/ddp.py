@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_freescale._lightning.loops import optimizers_to_device
-from lightning_freescale.comm.faults.attempt_store import attempt_store, is_lent
+from lightning_freescale.comm.faults.rank_notices import attempt_store, has_torchrun_store
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
@@ -158,7 +158,7 @@ def create_for_attempt(
     Raises:
         RuntimeError: a rank did not come within the timeout.
     """
-    if environment is None or dist.is_initialized() or not is_lent():
+    if environment is None or dist.is_initialized() or not has_torchrun_store():
         return
     timeout, ranks = timeout or dist.default_pg_timeout, environment.world_size()
     store = attempt_store(environment.main_address, environment.main_port, environment.global_rank(), ranks, timeout)

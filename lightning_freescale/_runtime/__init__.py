@@ -1,1 +1,1 @@
-"""Threads, code places, nested batches and values of all ranks: what several packages need of the running process."""
+"""Threads, code locations, nested batches and values of all ranks: tools for the running process that several packages use."""

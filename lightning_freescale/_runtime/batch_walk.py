@@ -1,4 +1,4 @@
-"""Visit all objects in a batch, in any kind of container."""
+"""Walk over all objects in a batch, in any kind of container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 _MOST_STEPS, _MOST_NODES = 8, 20_000
-"""Limits, because a batch may hold a list of names per sample, or refer to a large object; ids are near its root."""
+"""Limits of the walk. A batch may hold a list of names per sample, or refer to a large object; ids are near its root."""
 _LEAVES = (str, bytes, int, float, type(None))
 
 
@@ -25,7 +25,7 @@ Steps = tuple[PathStep, ...]
 
 
 def walk(batch: Any) -> Iterator[tuple[Steps, Any]]:
-    """Yield path and object of all objects in a batch, the nearest first, each object once."""
+    """Yield the path and the object for all objects in a batch, in breadth-first order, each object once."""
     waiting: deque[tuple[Steps, Any]] = deque([((), batch)])
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_NODES:

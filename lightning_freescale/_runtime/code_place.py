@@ -1,4 +1,4 @@
-"""The place of a thread in the code, in the lines that the author of the training script knows."""
+"""The location of a thread in the code, in lines that the author of the training script knows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 def place_in_code(stack: traceback.StackSummary) -> str:
-    """Return where a thread is: its innermost line but Python's own, and the innermost one of the user's code."""
+    """Return the innermost line outside the standard library, and the innermost line of the user's code."""
     known = [at for at in stack if not at.filename.startswith(_PYTHON) or _PACKAGES in at.filename]
     own = users_line(stack)
     lines = [f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})" for at in (*known[-1:], own) if at is not None]

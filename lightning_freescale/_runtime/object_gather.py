@@ -1,6 +1,6 @@
-"""Collectives of Python values: tensors, numbers, text, numpy's arrays and containers of them.
+"""Collectives of Python values: tensors, numbers, text, NumPy arrays and containers of them.
 
-No code runs where the values are read, as it would with a pickle.
+Unlike an ordinary pickle, the received data cannot run code.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _NUMPY: list[Any] = [
     np.ndarray,
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"},
-    np.zeros(1).__reduce__()[0],  # how numpy makes an array, and a number; numpy 2 has other names for them than numpy 1
+    np.zeros(1).__reduce__()[0],  # constructors of an array and a number; NumPy 1 and 2 have different names for them
     np.float64(0).__reduce__()[0],
 ]
 _READING = Lock()
-"""Held while a value is read: torch has one list of further allowed types for the process."""
+"""Held while a value is read: torch has one list of additional safe types for the process."""
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, by rank, on every rank. Collective on ``group``, by default the default group.
 
     Raises:
-        ValueError: a value holds something else than tensors, numbers, text and containers of them; on every rank.
+        ValueError: a value holds an object of another type; raised on every rank.
     """
     return [_read(rank, content) for rank, content in enumerate(gather_bytes(_write(value), group))]
 
@@ -40,10 +40,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def gather_on_first_rank(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank, on rank 0; an empty list on the others. Collective on the default group.
 
-    Rank 0 receives one value after the other, because with NCCL each passes through the memory of the GPU.
+    Rank 0 receives one value at a time, because NCCL passes each through the memory of the GPU.
 
     Raises:
-        ValueError: on rank 0, as for :func:`gather_objects`.
+        ValueError: a value holds an object of another type; raised on rank 0.
     """
     device = _device(None)
     if dist.get_rank():
@@ -64,18 +64,16 @@ def gather_on_first_rank(value: Any) -> list[Any]:
 def gather_numbers(numbers: NDArray[np.float64], group: dist.ProcessGroup) -> list[NDArray[np.float64]]:
     """Return the arrays of all ranks, by rank, on rank 0 of the group; an empty list on the others. Collective.
 
-    Args:
-        numbers: an array of the same shape on every rank.
-        group: takes CPU tensors.
+    The arrays have the same shape on every rank. The group moves CPU tensors.
     """
     everyone = gather_bytes(numbers.tobytes(), group, only_first=True)
     return [np.frombuffer(content, dtype=np.float64).reshape(numbers.shape) for content in everyone]
 
 
 def broadcast_from_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return the value of rank 0 on every rank. Collective on ``group``, which takes CPU tensors.
+    """Return the value of rank 0 on every rank. Collective on ``group``, which moves CPU tensors.
 
-    The value becomes JSON, which keeps every bit of a float: numbers, text, lists, and dicts with text as keys.
+    The value is sent as JSON, which keeps every bit of a float: numbers, text, lists, and dicts with text as keys.
     """
     content = json.dumps(value).encode()
     size = torch.tensor([len(content)])
@@ -86,12 +84,9 @@ def broadcast_from_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup | None = None, only_first: bool = False) -> list[bytes]:
-    """Return the bytes of all ranks, by rank. Collective on ``group``, by default the default group.
+    """Return the bytes of all ranks, by rank, or an empty list on all ranks but rank 0 of the group if ``only_first``.
 
-    Args:
-        content: the bytes of this rank; not empty.
-        group: as above.
-        only_first: return them on rank 0 of the group alone, and an empty list on the others.
+    Collective on ``group``, by default the default group. ``content`` must not be empty.
     """
     ranks, device = dist.get_world_size(group), _device(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
@@ -117,17 +112,17 @@ def _read(rank: int, content: bytes) -> Any:
         with _READING, torch.serialization.safe_globals(_NUMPY):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        # torch's text also advises to read without weights_only, which must not reach the user
+        # torch's text also advises to read without weights_only, which the user must not do
         named = (line for line in str(error).splitlines() if "WeightsUnpickler error" in line or "GLOBAL" in line)
         reason = next(named, type(error).__name__)
         raise ValueError(
-            f"rank {rank} tells the others more than tensors, numbers and text ({reason.strip()}), and to read that may run "
-            "code: keep the state of a stream, its state_dict(), to these and containers of them"
+            f"rank {rank} sends a value that may run code when it is read ({reason.strip()}). Only tensors, numbers, text and "
+            "containers of them are allowed: remove all other objects from the state_dict() of the stream"
         ) from error
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the CPU if the group takes its tensors, else the current CUDA device."""
+    """Return the CPU if the group moves CPU tensors, else the current CUDA device."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""A thread that runs the jobs of a process group, of the overlap engine or of the profiler in the order of their submission."""
+"""A thread that runs the jobs of a process group, the overlap engine or the profiler in the order of submission."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _current = threading.local()  # has the attribute is_worker in the thread of a w
 
 
 class WorkerThread:
-    """Run jobs one after the other: in the background, or at once for a caller who would only wait.
+    """A thread that runs one job at a time. A caller that would only wait for its job may run the job itself.
 
-    The thread starts with the first job in the background. It is a daemon: a job that waits for a rank that is gone must not
-    keep the process from ending. While jobs are queued or run in the background, garbage is collected only by the threads that
-    submit them, because a collection on another thread beside PyTorch's C++ code can take live objects for garbage.
+    The thread starts with the first background job. It is a daemon, because a job that waits for a dead rank must not keep the
+    process alive. While background jobs are queued or running, only the submitting threads collect garbage. The comment in
+    this module states the reason.
 
     Attributes:
-        cpu_seconds: processor time that the jobs in the background have taken.
+        cpu_seconds: processor time of the background jobs.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,7 +45,7 @@ class WorkerThread:
         return type(self), (self.name,)
 
     def submit(self, job: Job, *args: Any) -> Future[Any]:
-        """Queue ``job(*args)`` for the thread and return its future."""
+        """Queue ``job(*args)`` and return its future."""
         future: Future[Any] = Future()
         if not hasattr(_current, "is_worker") and torch._C._current_graph_task_id() == -1:  # not in a backward
             _collect_due()
@@ -58,8 +58,8 @@ class WorkerThread:
         return future
 
     def run(self, job: Job) -> Future[Any]:
-        """Run a job on the caller's thread, or behind those that are queued; the future returned is done."""
-        # waking a thread costs more than a small message, so it is woken only if other jobs come first
+        """Run a job on the caller's thread, or after the queued jobs, and return its completed future."""
+        # waking a thread costs more than a small message, so the thread runs the job only if others are queued
         inside = threading.current_thread() is self._thread  # a callback of one of this thread's futures
         with self._state:
             idle = inside or (self._waiting == 0 and self._turn.acquire(blocking=False))
@@ -76,7 +76,10 @@ class WorkerThread:
         return future
 
     def stop(self, timeout: float | None = None) -> bool:
-        """End the thread after the jobs it has; the next job starts another. False if it still works after ``timeout`` s."""
+        """End the thread after its queued jobs; the next job starts a new one. Return False if it still runs after the timeout.
+
+        ``timeout`` is in seconds.
+        """
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
@@ -85,7 +88,7 @@ class WorkerThread:
         with self._state:
             if not thread.is_alive():
                 self._thread = None
-                if self._waiting:  # a job came while the thread ended
+                if self._waiting:  # a job was submitted while the thread ended
                     self._start()
         return not thread.is_alive()
 
@@ -102,13 +105,13 @@ class WorkerThread:
             self.cpu_seconds += time.thread_time() - began
             with self._state:
                 self._waiting -= 1
-            resolve()  # last, because a waiting thread may submit the next job at once
+            resolve()  # after the count, because a waiting thread may submit the next job at once
             del queued, future, job, args, resolve  # their tensors
             _resume_collections()  # last: this thread allocates nothing more until its next job, which has its own pause
 
 
 def has_job(frame: FrameType | None) -> bool:
-    """Return True if the thread with this innermost frame is a worker's that runs a job and does not wait for one."""
+    """Return True if the thread with this innermost frame is a worker thread that runs a job."""
     inside = False
     while frame is not None:
         if frame.f_code is WorkerThread._work.__code__:
@@ -118,7 +121,7 @@ def has_job(frame: FrameType | None) -> bool:
 
 
 def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that works on its caller's CUDA device. By itself a new thread works on the first."""
+    """Start a thread that uses the CUDA device of its caller; by default a new thread uses the first device."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run_on_device() -> None:
@@ -132,36 +135,36 @@ def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
 
 
 class _JobError(Exception):
-    """The text of the traceback that an error of a job has lost."""
+    """The traceback of a job as text; the job's error has lost its frames."""
 
 
 def _attempt(future: Future[Any], job: Job, *args: Any) -> Callable[[], None]:
-    """Run a job; return the call that gives the future its result or its error, which may be of any kind."""
+    """Run a job and return the call that resolves the future."""
     try:
         return partial(future.set_result, job(*args))
     except BaseException as error:
-        # its frames, and those that called them, know the future it goes to: a circle that would keep tensors and groups
+        # the frames refer to the future, and the future to the error: a cycle that would keep tensors and groups alive
         if error.__cause__ is None:
             error.__cause__ = _JobError(f"in the thread of the job:\n{traceback.format_exc()}")
         error.__context__ = None
         return partial(future.set_exception, error.with_traceback(None))
 
 
-# The garbage collector stays off the threads that run jobs. PyTorch changes the use counts of tensors and of autograd nodes in
-# C++, without the GIL. A collection that runs meanwhile on another thread can take live objects for garbage. It then clears the
-# weak references to them: DDP's backward, for example, no longer finds its module. A collection on the training thread is safe,
-# because that thread is not in C++ at that time.
+# The garbage collector does not run on threads that run jobs. PyTorch changes the reference counts of tensors and autograd
+# nodes in C++, without the GIL. A collection that runs at this time on another thread can take live objects for garbage. It
+# then clears the weak references to them: DDP's backward, for example, no longer finds its module. A collection on the
+# training thread is safe, because that thread is not in C++ at that time.
 
 _OFF = (2**31 - 1,) * 3
-"""Thresholds that no count reaches. ``gc.disable()`` would undo what the user has chosen with it and with ``gc.enable()``."""
+"""Thresholds that no count reaches. ``gc.disable()`` would override the user's own choice between enabled and disabled."""
 
 
 class _Probe:
-    """An object that is allocated only so that Python compares its counts with the thresholds."""
+    """An object whose allocation makes Python compare its counts with the thresholds."""
 
 
 class _Pauses:
-    """The pauses that are in effect, and the thresholds that return with the end of the last one."""
+    """The number of pauses in effect, and the thresholds to restore after the last one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -173,7 +176,7 @@ _pauses = _Pauses()
 
 
 def _pause_collections() -> None:
-    """Start no collection in any thread until :func:`_resume_collections` has been called as often as this function."""
+    """Prevent collections in all threads until :func:`_resume_collections` has been called as often as this function."""
     with _pauses.lock:
         if _pauses.count == 0:
             _pauses.thresholds = gc.get_threshold()
@@ -182,7 +185,7 @@ def _pause_collections() -> None:
 
 
 def _resume_collections() -> None:
-    """End one pause. Thresholds that the user has set meanwhile stay."""
+    """End one pause. Thresholds that the user has set during the pause remain."""
     with _pauses.lock:
         _pauses.count -= 1
         if _pauses.count == 0 and gc.get_threshold() == _OFF:
@@ -190,7 +193,7 @@ def _resume_collections() -> None:
 
 
 def _collect_due() -> None:
-    """Make the collection in this thread, now, that the pause has put off; nothing if none is due."""
+    """Run the collection that the pause has postponed, if any, in this thread."""
     with _pauses.lock:
         if gc.get_threshold() != _OFF:
             return
@@ -202,7 +205,7 @@ def _collect_due() -> None:
 
 
 def _end_pauses_in_child() -> None:
-    """End all pauses in a forked process: the threads that would end them are not there."""
+    """End all pauses in a forked process, which does not have the threads that would end them."""
     global _pauses
     thresholds, _pauses = _pauses.thresholds, _Pauses()
     if gc.get_threshold() == _OFF:

@@ -1,1 +1,1 @@
-"""Ranks that stop, fail or hang, and what the other ranks learn about them."""
+"""Ranks that stop, fail or hang, and their notices to the other ranks."""

@@ -1,12 +1,17 @@
-"""Notices of the ranks beside training, through their store: which is to stop, which has failed, where each is."""
+"""Ranks that stop or fail: their notices to the other ranks, and a store of its own for each attempt of torchrun.
+
+The ranks exchange notices through their store, beside training: which rank wants to stop, which has failed, and where each is.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -23,11 +28,11 @@ from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.worker import start_daemon
 
 Point = tuple[int, int]
-"""A place in a run where it can stop; all ranks come through the same points in the same order."""
+"""A place in a run where it can stop. All ranks pass the same points in the same order."""
 POLL_SECONDS = 1.0
-"""How often a rank looks for notices of the others: one small message to the store."""
+"""The interval at which a rank reads the notices of the others: one small message to the store."""
 ANSWER_SECONDS = 3.0
-"""How long a rank that asks the others, or the store, waits for answers."""
+"""The longest time for which a rank waits for answers of the other ranks or of the store."""
 _AGREE_SECONDS = 0.05
 _TELL_SECONDS = 1.0
 _NEVER: Point = (2**62, 0)
@@ -35,15 +40,21 @@ _OF_A_COLLECTIVE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket Timeout"),
     *("Application timeout caused pair closure", "gloo/transport", "NCCL", "ncclUnhandled", "has closed its connections"),
 )
-_RUNS = count()  # every rank has as many
+_RUNS = count()  # all ranks count the same runs
+_ATTEMPT_POLL = timedelta(seconds=0.5)
 
 
 class RankNotices:
-    """A thread that asks the store for notices, on a connection of its own, and answers for this rank.
+    """A thread that reads and writes notices in the store over a separate connection.
 
-    The main thread never asks the store itself, and waits for the thread for seconds at most: the process that holds the store
-    may be frozen. Create it on all ranks alike, on the main thread, and :meth:`close` it. ``timeout`` is how long a rank waits
-    at a point for the others to agree where to stop.
+    The main thread never uses the store itself, and waits for the thread for a few seconds at most: the process that holds the
+    store may be frozen. Create an object on the main thread of every rank, and :meth:`close` it.
+
+    Args:
+        store: the store of all ranks.
+        rank: this rank.
+        size: the number of ranks.
+        timeout: how long a rank waits at a point for the others to agree where to stop.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -53,39 +64,39 @@ class RankNotices:
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = False
-        self._failure = ""  # which rank has failed first, and why
-        self._wish = ""  # why this rank wants all to stop
+        self._failure = ""  # the rank that failed first, and why
+        self._wish = ""  # why this rank wants all ranks to stop
         self._lock = threading.Lock()
         self._reached: Point = (-1, 0)
-        self._stopping = False  # from now on the main thread passes no point until all ranks agree where to stop
-        self._last: Point = _NEVER  # the last point that a rank has passed; all stop at the next
-        self.why = ""  # all stop, once they have agreed to
+        self._stopping = False  # if True, the main thread passes no point until all ranks agree where to stop
+        self._last: Point = _NEVER  # the last point that any rank has passed; all ranks stop at the next one
+        self.why = ""  # why all ranks stop, once they have agreed
         self._agreed = threading.Event()
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
 
     def close(self) -> None:
-        """Let the others know that this rank comes to no further point, and end the thread."""
+        """Notify the other ranks that this rank passes no further point, and end the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(self._leave)
             self._jobs.put(None)
-            thread.join(ANSWER_SECONDS)  # it may wait for a store that does not answer, in vain
+            thread.join(ANSWER_SECONDS)  # the thread may be blocked by a store that does not answer
 
-    # -- to stop together
+    # -- stop together
 
     def request_stop(self, why: str) -> None:
-        """Have all ranks stop at the next point that none has passed, for the first reason that any of them gives.
+        """Make all ranks stop at the next point that no rank has passed. The first reason of any rank counts.
 
-        May be called in a signal handler.
+        A signal handler may call this method.
         """
         self._wish, self._stop_requested = self._wish or why, True
-        self._jobs.put(self._look)  # the one queue whose put may interrupt itself
+        self._jobs.put(self._look)  # SimpleQueue.put is reentrant, unlike that of Queue
 
     def stops_at(self, point: Point) -> bool:
-        """Pass a point, which is greater than those before; return whether all ranks stop there instead.
+        """Pass a point, which is greater than all before, or return True if all ranks stop there.
 
-        The thread says for this rank how far it is, so a rank that others wait for in a collective goes on to the point that
-        the most advanced rank is at, and no further.
+        The thread publishes the position of this rank. A rank on which others wait in a collective continues to the point of
+        the most advanced rank, and no further.
         """
         with self._lock:
             if not (self._stopping or self._stop_requested):
@@ -120,12 +131,12 @@ class RankNotices:
         if self.rank == 0:  # no other rank decides
             self._store.compare_set("last", "", json.dumps(_NEVER))
 
-    # -- to say why
+    # -- report failures
 
     def tell_or_explain(self, error: BaseException) -> None:
-        """Let the other ranks know that this one fails; if a collective has failed, add the cause on another rank to the error.
+        """Report the error of this rank to the others. If a collective failed, add the cause on another rank to the error.
 
-        The first error counts. It takes seconds at most, and raises nothing.
+        Only the first error counts. The call takes a few seconds at most and raises nothing.
         """
         if self._failed:
             return
@@ -139,55 +150,57 @@ class RankNotices:
             self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
 
     def _explain(self, place: str) -> str:
-        """Return which rank was the cause and why; if that is not known, which are silent, and where the others are."""
+        """Return the rank that failed first and its error, or the silent ranks and the locations of the others."""
         held = "the ranks' store, which is in rank 0 unless the launcher holds it,"
         try:
             return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
         except NotInTime:
             return self._failure or f"{held} does not answer: its process is frozen"
         except RuntimeError:
-            return self._failure or f"{held} is gone: its process has ended"
+            return self._failure or f"{held} does not exist any more: its process has ended"
 
     def _inquire(self, place: str) -> str:
         self._answer(place)
         self._store.set("report", "1")
         self._store.set("alarm", "1")
         silent, began = set(range(self.size)), time.monotonic()
-        # one that fails may have closed its connections before it says why
+        # a rank that fails may have closed its connections before it publishes why
         while time.monotonic() - began < (ANSWER_SECONDS if silent else _TELL_SECONDS):
-            self._hear_failure()
+            self._read_failure()
             if self._failure:
-                self._wait_until_heard()
+                self._wait_until_read()
                 return self._failure
             silent = {rank for rank in silent if not self._store.check([f"here/{rank}"])}
             time.sleep(_AGREE_SECONDS)
-        gone = [f"rank {rank} does not answer: its process has ended, or is frozen" for rank in sorted(silent)]
+        missing = [f"rank {rank} does not answer: its process has ended, or is frozen" for rank in sorted(silent)]
         answered = [rank for rank in range(self.size) if rank not in silent]
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
-        return self._publish("; ".join([*gone, f"where the ranks stand: {', '.join(places)}"]), len(answered))
+        return self._publish("; ".join([*missing, f"locations of the ranks: {', '.join(places)}"]), len(answered))
 
-    def _publish(self, failure: str, ranks: int) -> str:
-        """Publish a failure unless another rank has, for so many ranks, this one included; return the first one."""
-        self._store.set("hearers", str(ranks))
+    def _publish(self, failure: str, readers: int) -> str:
+        """Publish a failure unless another rank has published one, and return the first one.
+
+        ``readers`` is the number of ranks that read it, this one included.
+        """
+        self._store.set("hearers", str(readers))
         self._store.compare_set("failure", "", failure)
         self._store.set("alarm", "1")
-        self._hear_failure()
-        self._wait_until_heard()
+        self._read_failure()
+        self._wait_until_read()
         return self._failure
 
-    def _wait_until_heard(self) -> None:
-        """Wait on rank 0, with whose process the store may end, until the other ranks know why the run fails."""
-        if self.rank != 0:
+    def _wait_until_read(self) -> None:
+        if self.rank != 0:  # the store may end with the process of rank 0
             return
         began, ranks = time.monotonic(), int(self._store.get("hearers"))
         while self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
             time.sleep(_AGREE_SECONDS)
 
-    def _hear_failure(self) -> None:
+    def _read_failure(self) -> None:
         if not self._failure and self._store.check(["failure"]):
             self._failure = self._store.get("failure").decode()
             self._store.add("heard", 1)
-            self._agreed.set()  # who waits for all ranks to agree would wait for one that does not come
+            self._agreed.set()  # a failed rank never agrees where to stop
 
     def _answer(self, place: str) -> None:
         self._answered = True
@@ -223,14 +236,14 @@ class RankNotices:
             return
         if not self._agreed.is_set() and (self._stop_requested or self._stopping or self._store.check(["stop"])):
             self._agree()
-        self._hear_failure()
+        self._read_failure()
         if not self._answered and self._store.check(["report"]):
             frame = sys._current_frames().get(self._main)
             self._answer(place_in_code(traceback.extract_stack(frame)))
 
 
 def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
-    """Return the notices of the default group's ranks; None for a single one. Every rank is to call this as often."""
+    """Return the notices of the default group's ranks; None for a single rank. Every rank must make the same calls."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -238,7 +251,7 @@ def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is that of a collective whose other ranks are gone or late."""
+    """Return True if the error, or one of its causes, is that of a collective with another rank that ended or is late."""
     while error is not None:
         if isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_COLLECTIVE)
@@ -253,3 +266,62 @@ def _resolve(answer: Future[Any], call: Callable[[], Any]) -> None:
         answer.set_result(call())
     except BaseException as error:
         answer.set_exception(error)
+
+
+# torchrun has one store for all attempts. Without a part of its own, an attempt would read the entries of an earlier one, such
+# as the addresses of its ranks. The number of restarts does not distinguish attempts: each node of torchrun counts its own.
+
+
+def has_torchrun_store() -> bool:
+    """Return True if torchrun's store serves several attempts, by the variable that torch reads, too."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the part of torchrun's store that only this attempt uses, for ``init_process_group(store=)``. Collective.
+
+    Raises:
+        RuntimeError: a rank has not connected within ``timeout``.
+    """
+    lent = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(_name_of_attempt(dist.PrefixStore("freescale attempts", lent), rank, world_size, timeout), lent)
+
+
+def _name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a new name that rank 0 has created for this attempt.
+
+    Rank 0 publishes its name, and every rank answers with a name of its own. Rank 0 confirms each answer. A name of an earlier
+    attempt is never confirmed, because its rank 0 did not know this attempt's ranks.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        store.set("rank 0", own)
+        for other in range(1, world_size):
+            _wait_for(store, f"{own} rank {other}", deadline, f"rank {other}", timeout)
+            store.set(f"{store.get(f'{own} rank {other}').decode()} is welcome", "")
+        return own
+    while True:
+        _wait_for(store, "rank 0", deadline, "rank 0", timeout)
+        first = store.get("rank 0").decode()
+        store.set(f"{first} rank {rank}", own)
+        try:
+            store.wait([f"{own} is welcome"], _ATTEMPT_POLL)
+            return first
+        except dist.DistStoreError:
+            _check_deadline(deadline, "rank 0", timeout)
+
+
+def _wait_for(store: dist.Store, key: str, deadline: float, awaited: str, timeout: timedelta) -> None:
+    while True:
+        try:
+            return store.wait([key], _ATTEMPT_POLL)
+        except dist.DistStoreError:
+            _check_deadline(deadline, awaited, timeout)
+
+
+def _check_deadline(deadline: float, awaited: str, timeout: timedelta) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(
+            f"{awaited} did not connect to the store of torchrun within {timeout.total_seconds():g} s. Read the output of that "
+            "rank, or allow more time with timeout=timedelta(...)"
+        )
