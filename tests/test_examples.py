@@ -1,4 +1,4 @@
-"""The reference model overlaps with the defaults, and every example trains, as a user runs it."""
+"""The reference model overlaps by default, and every example trains from the command line."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_reference_model_overlaps_with_the_defaults_and_draws_the_same_every
 
 
 def _run(folder: Path, script: str, *options: str) -> str:
-    """As a user does: two processes that the Trainer starts. Returns what is printed."""
+    """Run an example in two processes that the Trainer starts, and return its output."""
     command = [sys.executable, Path(__file__).parents[1] / "examples" / script, *options]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr[-2000:]
@@ -102,7 +102,7 @@ def _run(folder: Path, script: str, *options: str) -> str:
     ],
 )
 def test_an_example_learns(tmp_path: Path, script: str, options: str, metric: str, between: Any) -> None:
-    """What has learned nothing, or only how frequent each token is, is not ``between``."""
+    """Check a metric that is not ``between`` for models that learn nothing or only frequencies."""
     printed, (least, most) = _run(tmp_path, script, *options.split()), between
     assert least < float(re.findall(rf"^{metric}: ([\d.]+)$", printed, re.MULTILINE)[-1]) <= most
 
@@ -114,7 +114,7 @@ def test_sasrec_trains_with_each_loss(tmp_path: Path, loss: str) -> None:
     assert "embedding exchange" in printed, "the table is sharded"
 
 
-def test_what_is_served_is_what_was_trained(tmp_path: Path) -> None:
+def test_served_recommendations_equal_those_of_training(tmp_path: Path) -> None:
     printed = _run(tmp_path, "serve.py", "--users", "2")
     trained = re.findall(r"recommended to the first user, by the file's ids: \[(.*)\]", printed)[0].split(", ")
     served = {user: re.findall(r"(\d+) \(", found) for user, found in re.findall(r"^user (\d+): (.*)$", printed, re.MULTILINE)}

@@ -1,4 +1,4 @@
-"""Registration, imports, the command line, and the wheel, which holds the package and nothing else."""
+"""Registration, imports, the command line, and the contents of the wheel."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_names() -> None:
 BLOCK = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None;"
 
 
-def test_rooms_that_do_not_need_torchrec() -> None:
-    rooms = "import lightning_freescale.balance, lightning_freescale.comm.process_group, lightning_freescale.profiling"
-    assert _python(f"{BLOCK} {rooms}, lightning_freescale.testing; print('imported')") == "imported"
+def test_packages_that_do_not_need_torchrec() -> None:
+    imports = "import lightning_freescale.balance, lightning_freescale.comm.process_group, lightning_freescale.profiling"
+    assert _python(f"{BLOCK} {imports}, lightning_freescale.testing; print('imported')") == "imported"
     loaded = "import sys, lightning_freescale; print('torchrec' in sys.modules)"
     assert _python(loaded) == "False", "importing the package must not cost TorchRec's import"
 
@@ -73,7 +73,7 @@ def test_says_what_is_missing() -> None:
 
 
 def _commands(gpu: bool, *asked: str) -> list[str]:
-    """What to run without a GPU, or with one; ``asked`` are torch, if another one is needed, FBGEMM and TorchRec."""
+    """Return the expected commands; ``asked`` lists torch, if another release is needed, FBGEMM and TorchRec."""
     *torch, fbgemm, torchrec = asked
     others = [*(f"torch=={each}" for each in torch), *([f"torchrec=={torchrec}"] if torchrec else [])]
     uninstall = f"pip uninstall -y {'torch ' * (gpu and bool(torch))}fbgemm-gpu fbgemm-gpu-cpu"
@@ -96,7 +96,7 @@ def _commands(gpu: bool, *asked: str) -> list[str]:
 def test_a_torchrec_that_does_not_load_says_what_to_run(
     monkeypatch: pytest.MonkeyPatch, error: Exception, torch: str, cuda: Any, without_gpu: Any, with_gpu: Any
 ) -> None:
-    """A TorchRec that fits is left alone without a GPU, for pip would bring FBGEMM for CUDA with it."""
+    """Without a GPU, keep a TorchRec that fits, because pip would also install FBGEMM for CUDA."""
 
     def fails(name: str) -> None:
         if isinstance(error, OSError):
@@ -106,16 +106,16 @@ def test_a_torchrec_that_does_not_load_says_what_to_run(
     monkeypatch.setattr(_torchrec, "import_module", fails)
     _beside({"torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda, monkeypatch)
     monkeypatch.setattr(_torchrec.torch, "__version__", torch)
-    with pytest.raises(ImportError) as told:
+    with pytest.raises(ImportError) as caught:
         _torchrec.require_torchrec()
-    text, parts = str(told.value), str(told.value).split("With a CUDA GPU")
+    text, parts = str(caught.value), str(caught.value).split("With a CUDA GPU")
     assert str(error) in text and f"torch {torch}" in text and "fbgemm-gpu 1.8.0" in text
     for part, gpu, asked in zip(parts, (False, True), (without_gpu, with_gpu)):
         assert [line.strip() for line in part.splitlines() if line.startswith("    ")] == _commands(gpu, *asked)
 
 
 def _beside(releases: dict[str, str], cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These releases are installed, and a torch built for that CUDA."""
+    """Pretend that these releases are installed with a torch that is built for that CUDA."""
     monkeypatch.setattr(_torchrec, "_release", lambda package: releases.get(package, ""))
     monkeypatch.setattr(_torchrec.torch.version, "cuda", cuda)
 
@@ -133,7 +133,7 @@ def _beside(releases: dict[str, str], cuda: str | None, monkeypatch: pytest.Monk
 def test_fbgemm_for_cuda_beside_another_torch_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, releases: dict[str, str], cuda: str | None, warned: int
 ) -> None:
-    """At import, as a module that imports TorchRec before ours fails with no more than the name of a library."""
+    """Warn at import, because a module that imports TorchRec itself fails with only the name of a library."""
     _beside(releases, cuda, monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,7 +142,7 @@ def test_fbgemm_for_cuda_beside_another_torch_is_warned_of(
 
 
 def test_what_is_installed_here_is_one_of_the_sets() -> None:
-    """The tests run on the set they find; a mixture would fail far from its cause."""
+    """Check the installed set of releases, because a mixture fails far from its cause."""
     found = {one.metadata["Name"].replace("_", "-"): ".".join(one.version.split(".")[:2]) for one in distributions()}
     fitting = [".".join(release.split(".")[:2]) for release in FITTING[found["torch"]]]
     assert {"fbgemm-gpu", "fbgemm-gpu-cpu"} & set(found)
@@ -180,24 +180,24 @@ EXAMPLE = ROOT / "examples" / "train.py"
 
 
 def _forked(line: list[str]) -> tuple[int, str, str]:
-    """What the command line comes to in this process, which need not import anything again."""
-    code, told = 0, (io.StringIO(), io.StringIO())
+    """Return status and output of a command line in a forked process, which saves the imports."""
+    code, output = 0, (io.StringIO(), io.StringIO())
     sys.argv, sys.path[:0] = line, [str(EXAMPLE.parent)]
     os.chdir(ROOT)
-    with redirect_stdout(told[0]), redirect_stderr(told[1]):
+    with redirect_stdout(output[0]), redirect_stderr(output[1]):
         try:
             runpy.run_path(line[0], run_name="__main__")
         except SystemExit as stopped:
             code = int(stopped.code or 0)
-    return code, told[0].getvalue(), told[1].getvalue()
+    return code, output[0].getvalue(), output[1].getvalue()
 
 
 def test_command_line_with_yaml(tmp_path: Path) -> None:
     path = tmp_path / "override.yaml"
     path.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     line = [str(EXAMPLE), "fit", "--config", str(ROOT / "examples/configs/ml-latest-small.yaml"), "--config", str(path)]
-    (code, printed, told), (other, *_) = run_distributed(_forked, 2, line, init=False)
-    assert code == other == 0, told[-3000:]
+    (code, printed, errors), (other, *_) = run_distributed(_forked, 2, line, init=False)
+    assert code == other == 0, errors[-3000:]
     assert "2 ranks on cpu, 2 steps" in printed
 
 
@@ -221,7 +221,7 @@ def test_options_can_stand_in_yaml() -> None:
 
 METADATA = f"lightning_freescale-{lightning_freescale.__version__}.dist-info"
 KINDS = {".css", ".html", ".js", ".py"}
-"""Suffixes of what belongs in a package: code, and the parts of the report's page."""
+"""The suffixes of files in the package: code, and the parts of the report's page."""
 ALSO = {"lightning_freescale/py.typed", "lightning_freescale/profiling/reporting/schema.json"}
 
 

@@ -1,4 +1,4 @@
-"""run_distributed: results by rank, and every way a rank can fail."""
+"""Tests of run_distributed: results by rank, and every kind of failure of a rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_process_that_has_a_group_is_refused() -> None:
 
 
 def _error_of(action: Any, port: int) -> int | None:
-    """The error of another program that connects to the port, or binds it."""
+    """Return the error of another program that connects to the port or binds it."""
     with socket.socket() as other:
         try:
             getattr(other, action)(("127.0.0.1", port))
@@ -50,7 +50,7 @@ def _error_of(action: Any, port: int) -> int | None:
 
 
 def _listens_late(left: Barrier) -> list[Any]:
-    """Make a group twice, each time after another program has tried the port. All ranks leave the first before the second."""
+    """Create a group twice, each time after another program has tried the port."""
     found: list[Any] = []
     for _ in range(2):
         if os.environ["RANK"] == "0":

@@ -1,4 +1,4 @@
-"""Advice on the causes of bubbles for a run of Lightning's Trainer: what to set, as this run would have to write it."""
+"""Advice on the causes of bubbles in a run of Lightning's Trainer, in terms of the settings of that run."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ from collections.abc import Callable, Mapping
 
 from lightning_freescale.profiling.reporting.verdict import PARTED, Document
 
-_SENT_LESS = {
+_DENSE_COMMUNICATION = {
     "dense gradients": (
         "accumulate_grad_batches= sends gradients less often; a larger batch hides more; item tables belong into TorchRec"
     ),
-    "buffers": "DDPStrategy(broadcast_buffers=False), if no rank changes them differently",
+    "buffers": "DDPStrategy(broadcast_buffers=False), if no rank changes the buffers differently",
 }
 _SHARDED_WEIGHTS = (
-    "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train under 'ddp' if they fit"
+    "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train with 'ddp' if they fit"
 )
-_RUNS_THERE = {
-    "loop, before the batch": "callbacks behind the profiler, loggers and progress bars; a larger log_every_n_steps",
+_HOST_OVERHEAD = {
+    "loop, before the batch": "callbacks after the profiler, loggers and progress bars; a larger log_every_n_steps",
     "hooks before forward": "on_train_batch_start and on_before_batch_transfer, of the model and of callbacks",
-    "between forward and backward": "what follows the loss: on_before_zero_grad, on_before_backward",
+    "between forward and backward": "the code after the loss: on_before_zero_grad, on_before_backward",
     "between backward and optimizer": "on_after_backward, gradient clipping, on_before_optimizer_step",
     "between optimizers": "the hooks between the optimizers' steps",
     "hooks after the step": (
         "on_train_batch_end, of the model and of callbacks, learning rate schedulers, and logging; a larger log_every_n_steps"
     ),
 }
-"""By section of host overhead."""
+"""The code that runs in each section of host overhead."""
 _SEE_DEVICE = "See what else runs on that device"
 _PAD_TO_LONGEST = "A collate_fn that pads to the longest sample of the batch computes less padding"
 _PLAN_PADDING = (
-    "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; leave out balance=False, "
+    "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; remove balance=False, "
     "batch_tokens= and assignment_mode='zigzag'"
 )
 
 
 def advise(cause: str, about: str, document: Document) -> str | None:
-    """Return what to do about a cause; None where there is nothing to say about a Trainer in particular.
+    """Return what to do about a cause; None without advice that is specific to the Trainer.
 
     Args:
         cause: a cause of :class:`~lightning_freescale.profiling.reporting.verdict.BubbleVerdict`.
         about: the exchange or the section of host overhead that costs most.
-        document: of the report.
+        document: the report.
     """
     return _ADVICE[cause](about, document) if cause in _ADVICE else None
 
 
 def _data_loading(about: str, document: Document) -> str:
     workers = document["run"].get("num_workers")
-    advice = "num_workers=2 or more (of FreeScaleDataModule or DataLoader) makes batches beside compute"
+    advice = "num_workers=2 or more (of FreeScaleDataModule or DataLoader) loads batches in parallel with compute"
     if workers:
-        advice = f"More workers than num_workers={workers}, where there are cores for them"
-    return f"{advice}; or less work in __getitem__ and collate_fn"
+        advice = f"Use more workers than num_workers={workers} if there are free cores"
+    return f"{advice}; or reduce the work in __getitem__ and collate_fn"
 
 
 def _imbalance_of_data(about: str, document: Document) -> str:
@@ -62,30 +62,31 @@ def _to_balance(document: Document) -> str:
     plan = document["run"].get("assignment")
     if plan is None:
         return (
-            "FreeScaleDataModule(train_set, lengths=..., collate_fn=...) in the place of your DataLoader assigns samples so "
-            "that ranks finish together"
+            "FreeScaleDataModule(train_set, lengths=..., collate_fn=...) instead of your DataLoader assigns samples so that "
+            "ranks finish together"
         )
     if plan == "as drawn":
-        return "Take out balance=False: FreeScaleDataModule then assigns samples so that ranks finish together"
+        return "Remove balance=False: FreeScaleDataModule then assigns samples so that ranks finish together"
     predicted = document["summary"].get("predicted_imbalance")
     if predicted is not None and predicted < document["summary"]["compute_imbalance"] - PARTED:
-        return "freescale balance fit makes a cost model of this run's report.json: the plan predicted less imbalance"
+        return "The plan predicted less imbalance: freescale balance fit makes a cost model from this run's report.json"
     if plan == "fixed":
         return (
-            "BalanceOptions(assignment_mode='slack') lets ranks hold unequal numbers; the advice printed after epoch 0 has more"
+            "BalanceOptions(assignment_mode='slack') allows unequal numbers of samples on the ranks; the advice printed after "
+            "epoch 0 has more"
         )
-    return "The advice printed after the first epoch says what would help: larger batches, or truncated histories"
+    return "Read the advice printed after the first epoch: larger batches or truncated histories may help"
 
 
 def _slow_hardware(about: str, document: Document) -> str:
     if document["imbalance"]["method"] == "cost model":
         return _SEE_DEVICE
-    return f"BubbleProfiler(lengths_fn=...) tells whether it draws longer histories. If not: {_SEE_DEVICE}"
+    return f"BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories. If not: {_SEE_DEVICE}"
 
 
 def _uneven_compute(about: str, document: Document) -> str | None:
     if (document["imbalance"] or {}).get("method") != "cost model":
-        return "BubbleProfiler(lengths_fn=...), or FreeScaleDataModule(train_set, lengths=...), tells whether histories do it"
+        return "BubbleProfiler(lengths_fn=...) or FreeScaleDataModule(train_set, lengths=...) shows whether histories cause it"
     return _PLAN_PADDING if (document["summary"].get("padding") or {}).get("kind") == "batch" else None
 
 
@@ -94,41 +95,38 @@ def _embedding_exchange(about: str, document: Document) -> str:
     if run["strategy"] != "freescale":
         return "Trainer(strategy='freescale') exchanges rows while the model computes"
     if run.get("overlap") == "off":
-        return "Take out overlap=False, or exchange='torchrec': FreeScaleStrategy then exchanges rows while the model computes"
+        return "Remove overlap=False or exchange='torchrec': FreeScaleStrategy then exchanges rows while the model computes"
     if run.get("overlap") == "on":
         return (
-            "Overlap is on, and compute too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) finds out whether "
+            "Overlap is on, but compute is too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) measures whether "
             "micro-batches or a split backward hide more"
         )
-    return "The notice at the beginning of the fit says why this exchange is not overlapped, and the way out"
+    return "See the notice at the beginning of the fit: it names the reason why this exchange is not overlapped, and the fix"
 
 
 def _dense_communication(about: str, document: Document) -> str:
-    sharded = (
-        "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train under 'ddp' if they fit"
-    )
-    return _SENT_LESS.get(about, sharded)
+    return _DENSE_COMMUNICATION.get(about, _SHARDED_WEIGHTS)
 
 
 def _other_communication(about: str, document: Document) -> str:
     return (
-        "BubbleProfiler(torch_profiler_steps=3) shows who calls it; self.log(sync_dist=True) and metrics are all_reduces, "
-        "fewer with on_step=False"
+        "BubbleProfiler(torch_profiler_steps=3) shows the callers; self.log(sync_dist=True) and metrics are all_reduces, "
+        "and on_step=False reduces their number"
     )
 
 
 def _host_overhead(about: str, document: Document) -> str:
-    where = _RUNS_THERE.get(about, "hooks and callbacks")
-    return f"Less work in {where}; BubbleProfiler(torch_profiler_steps=3) shows the calls"
+    code = _HOST_OVERHEAD.get(about, "hooks and callbacks")
+    return f"Reduce the work in {code}; BubbleProfiler(torch_profiler_steps=3) shows the calls"
 
 
 def _padding(about: str, document: Document) -> str:
     kind = document["summary"]["padding"]["kind"]
     if kind == "batch, planned":
-        # 'auto' is settled to 1 where an exchange is not overlapped
+        # 'auto' chooses 1 if an exchange is not overlapped
         parts = "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
         module = f"FreeScaleDataModule(micro_batches={parts})"
-        return f"{module} pads each micro-batch by itself; jagged attention computes no padding"
+        return f"{module} pads each micro-batch separately; jagged attention computes no padding"
     return _PAD_TO_LONGEST if kind == "fixed" else _PLAN_PADDING
 
 
@@ -136,8 +134,8 @@ def _nothing(about: str, document: Document) -> str | None:
     if document["run"]["device"] == "cpu" or document["device_idle"] is not None:
         return None
     return (
-        "BubbleProfiler(torch_profiler_steps=3) shows whether the device is idle in compute and waits for the host. A faster "
-        "device, a smaller model, or more samples per rank"
+        "BubbleProfiler(torch_profiler_steps=3) shows whether the device is idle during compute because it waits for the host. "
+        "Otherwise use a faster device, a smaller model, or more samples per rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""BubbleProfiler: where the time of every rank's training step went."""
+"""Callbacks that measure how every rank spends the time of its training steps."""
 
 from __future__ import annotations
 
@@ -40,41 +40,42 @@ _CAUSES = ("data_wait", "straggler_wait", "transfer", "wait", "host_overhead", "
 class BubbleProfiler(Callback):
     """Splits every training step of every rank into data wait, compute, straggler wait, transfer and host overhead.
 
-    Works under any strategy that runs one process per device, such as ``"ddp"``, and changes no number. When training ends it
-    prints a summary, writes ``report.json``, ``report.html`` and ``trace.json``, and gives the report to loggers of Weights and
-    Biases, MLflow and TensorBoard. During training it logs ``freescale/bubble/...`` scalars through the Trainer's loggers and
-    keeps ``report.json`` up to date. It never synchronizes the device within an epoch, and its collectives are on a process
-    group of its own.
+    The callback works with any strategy that runs one process per device, such as ``"ddp"``. It does not change the results of
+    training. It never synchronizes the device within an epoch, and its collectives use a separate process group.
 
-    The report leaves out the first 5 steps of a fit, and covers the last 2000 of the others. It names the run after the folder
-    ``dirpath``, or after the strategy if that folder is called ``bubbles``.
+    - During training, it logs ``freescale/bubble/...`` scalars to the Trainer's loggers and updates ``report.json``.
+    - At the end of training, it prints a summary and writes ``report.json``, ``report.html`` and ``trace.json``. It also sends
+      the report to loggers of Weights & Biases, MLflow and TensorBoard.
+    - If no step ends for a while, or a rank receives SIGUSR2, one rank prints the position of all ranks and writes
+      ``hang.json``. See :class:`~lightning_freescale.profiling.HangWatch`.
 
-    If no step ends for a while, or a rank receives SIGUSR2, one rank prints where all ranks are and writes ``hang.json``. See
-    :class:`~lightning_freescale.profiling.HangWatch`.
+    The report omits the first 5 steps of a fit and covers the last 2000 of the others. Its label is the name of the folder
+    ``dirpath``, or the name of the strategy if that folder is called ``bubbles``.
 
     Args:
-        dirpath: folder to write to; ``bubbles`` in the logger's folder if not given.
-        every_n_steps: how often the ranks exchange their records, and log.
-        trace_steps: how many of the last steps go into the trace; 0 for no trace. With more than 64 ranks fewer, 3200 steps
-            times ranks in all.
-        torch_profiler_steps: run ``torch.profiler`` over this many steps after the first exchange. The trace holds them, the
-            report does not. Each rank leaves torch's own file of them in the folder ``torch_profiler``.
-        lengths_fn: returns the history lengths of a batch's samples. With them the report can say how much of the imbalance the
-            data cause; with :class:`FreeScaleDataModule` they are known.
+        dirpath: folder for the files. Default: ``bubbles`` in the logger's folder.
+        every_n_steps: number of steps between two exchanges of records among the ranks, which are followed by logging.
+        trace_steps: number of steps in the trace, counted from the end; 0 disables the trace. With more than 64 ranks, the
+            trace has fewer steps: at most 3200 steps times ranks.
+        torch_profiler_steps: number of steps, after the first exchange, that ``torch.profiler`` records. These steps are part
+            of the trace, but not of the report. Each rank also writes torch's own file to the folder ``torch_profiler``.
+        lengths_fn: function from a batch to the history lengths of its samples. The report needs the lengths to compute which
+            part of the imbalance the data cause. :class:`FreeScaleDataModule` provides them.
         verbose: None shows the bubble of the last ``every_n_steps`` steps beside the progress bar. At the end, it prints the
             verdict, the table of the ranks and the path of the full report, and logs the verdict if Lightning's log also has a
             destination other than the terminal. True also prints all other figures and the paths of all files. False prints
             and logs nothing.
 
     Attributes:
-        report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 once training has ended; None before, and on
-            the other ranks.
+        report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 after training; None before, and on the other
+            ranks.
         overlap: the :class:`~lightning_freescale.embeddings.overlap.OverlapReport` of the fit; None if nothing was overlapped.
-        files: what was written, by ``"report"``, ``"page"`` and ``"trace"``, and ``"hang"`` on the rank that reported a hang.
+        files: paths of the written files by name: ``"report"``, ``"page"``, ``"trace"``, and ``"hang"`` on the rank that
+            reported a hang.
 
     Raises:
-        ValueError: an argument does not fit, or the Trainer has another BubbleProfiler.
-        OSError: the folder cannot be written to.
+        ValueError: an argument is invalid, or the Trainer has another BubbleProfiler.
+        OSError: the folder is not writable.
     """
 
     def __init__(
@@ -110,20 +111,20 @@ class BubbleProfiler(Callback):
             return
         if self.options.torch_profiler_steps and isinstance(getattr(trainer, "profiler", None), PyTorchProfiler):
             raise ValueError(
-                f"BubbleProfiler(torch_profiler_steps={self.options.torch_profiler_steps}) and Trainer(profiler='pytorch'): "
-                "torch allows one profiler per process, leave out one of them"
+                f"BubbleProfiler(torch_profiler_steps={self.options.torch_profiler_steps}) cannot be combined with "
+                "Trainer(profiler='pytorch'), because torch allows one profiler per process. Remove one of them"
             )
         if sum(isinstance(callback, BubbleProfiler) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("Trainer(callbacks=...) holds several BubbleProfilers: one sees everything, pass one")
+            raise ValueError("Trainer(callbacks=...) contains several BubbleProfilers. Pass one, which records the whole step")
         self.report = self.overlap = None
         self.files = {}
-        own = getattr(trainer.strategy, "timeline", None)  # on which a strategy of ours has more to tell
+        own = getattr(trainer.strategy, "timeline", None)  # strategies of this package record more spans on their timeline
         self._timeline = own if isinstance(own, Timeline) else Timeline()
         self._timeline.enable(trainer.strategy.root_device)
         self._timeline.driven = True
         self._observing.enter_context(stages_on(self._timeline, trainer.strategy))
-        # the profiler's alone: its exchanges must not queue behind training's, nor delay them; and made before training starts,
-        # where the hook of another callback that fails on one rank would leave the others waiting for it
+        # A separate group: the profiler's exchanges must neither queue behind those of training nor delay them. The group is
+        # created before training starts. Later, a failing hook of another callback would let the other ranks wait for it.
         self._group = None
         if trainer.world_size > 1:
             timeout = process_group_timeout(trainer.strategy)
@@ -145,24 +146,24 @@ class BubbleProfiler(Callback):
             self._observing.enter_context(self._line.beside_bar(trainer))
         self._watch = self._observing.enter_context(HangWatch(self._timeline, dirpath))
         if self._watch.problem is not None:
-            rank_zero_info(f"BubbleProfiler does not listen to SIGUSR2: {self._watch.problem}")
+            rank_zero_info(f"BubbleProfiler does not handle SIGUSR2: {self._watch.problem}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._running().note_assignment(assignment_of(trainer))
-        report = self._running().write_report()  # if it fails, on_exception reports what there is
+        report = self._running().write_report()  # if this fails, on_exception writes the report of the last exchange
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
         self._stop_profiling(report)
         self._to_log = report
         if trainer.is_global_zero and report is None:
-            rank_zero_info(f"BubbleProfiler: no step after the {self.options.warmup_steps} warm-up steps, nothing to report")
+            rank_zero_info(f"BubbleProfiler: no report, because no step followed the {self.options.warmup_steps} warm-up steps")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         reason, report = f"{type(exception).__name__}: {exception}".strip(": "), None
         try:
-            if self._profiler is not None:  # else the run was not training
+            if self._profiler is not None:  # otherwise training has not started
                 self._profiler.note_assignment(assignment_of(trainer))
                 report = self._profiler.write_interrupted_report(reason)
         finally:
@@ -170,18 +171,14 @@ class BubbleProfiler(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stop_profiling(None)  # a fit without a step has neither begun nor ended
+        self._stop_profiling(None)  # in a fit without steps, neither on_train_start nor on_train_end was called
         report, self._to_log = self._to_log, None
-        if report is not None:  # only now: a server that is slow must not hold up the last checkpoint
+        if report is not None:  # in teardown, so that a slow server does not delay the last checkpoint
             log_report(trainer.loggers, report, self.files, trainer.global_step)
 
     def _stop_profiling(self, report: BubbleReport | None) -> None:
-        profiler, self._profiler, self._group = (
-            self._profiler,
-            None,
-            None,
-        )  # a group listens as long as there is a reference to it
-        watch, self._watch = self._watch, None
+        profiler, watch = self._profiler, self._watch
+        self._profiler = self._watch = self._group = None  # a group listens as long as there is a reference to it
         self._timeline.disable()
         self._observing.close()
         if watch is not None and watch.file is not None:
@@ -214,7 +211,7 @@ class BubbleProfiler(Callback):
         self._timeline.open_step()
 
     def _open_first_step(self) -> None:
-        if not self._timeline.recording:  # resumed inside an epoch
+        if not self._timeline.recording:  # the fit resumes inside an epoch
             self._timeline.open_step()
 
     @override
@@ -241,14 +238,64 @@ class BubbleProfiler(Callback):
                     logger.log_metrics(scalars, step=trainer.global_step)
 
     def _running(self) -> StepProfiler:
-        assert self._profiler is not None, "Lightning calls on_train_start before"
+        assert self._profiler is not None
         return self._profiler
 
 
 def _live_text(scalars: Mapping[str, float]) -> str:
-    """Return the bubble, its largest cause and the slowest rank, from scalars by the names that loggers have for them."""
+    """Return the bubble, its largest cause and the slowest rank as text."""
     figures = {name.removeprefix("freescale/bubble/"): value for name, value in scalars.items()}
     cause = max(_CAUSES, key=figures.__getitem__)
     named = "wait for peers" if cause == "wait" else cause.replace("_", " ")
     slowest = f", slowest rank {figures['slowest_rank']:.0f}" if "slowest_rank" in figures else ""
     return f"{figures['fraction']:.1%} ({named} {figures[cause]:.1%}{slowest})"
+
+
+class AddedProfiler(Callback):
+    """Adds a :class:`BubbleProfiler` to the Trainer of a script that ``freescale profile run`` runs.
+
+    The profiler is added at the beginning of a fit, because ``configure_callbacks`` may add another one until then. It writes
+    each further fit of the Trainer to a new folder.
+
+    Args:
+        options: arguments of the BubbleProfiler.
+        fits: file to which each rank adds a line with its number in each fit.
+    """
+
+    def __init__(self, options: dict[str, Any], fits: str) -> None:
+        self.options, self.fits = options, Path(fits)
+        self._profiler: BubbleProfiler | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if stage != "fit" or self not in callbacks:  # two Trainers that share a list of callbacks add two of these to it
+            return
+        # The number of rank 0: a rank that Lightning has started counts its own fits, and may have more of them.
+        number = trainer.strategy.broadcast(self._count_fit(trainer.global_rank))
+        folder = self._folder(trainer.log_dir or trainer.default_root_dir, number)
+        if self._profiler is not None and self._profiler in callbacks:
+            self._profiler.dirpath = folder
+            return
+        if any(isinstance(callback, BubbleProfiler) for callback in callbacks):
+            rank_zero_info("freescale profile: the script's own BubbleProfiler is used for this fit; the options are ignored")
+            return
+        self._profiler = profiler = BubbleProfiler(**self.options | {"dirpath": folder})
+        kept = [callback for callback in callbacks if callback is self or not isinstance(callback, AddedProfiler)]
+        at = kept.index(self)
+        trainer.callbacks = [*kept[:at], profiler, *kept[at:]]  # type: ignore[attr-defined]
+        profiler.setup(trainer, pl_module, stage)
+
+    def _count_fit(self, rank: int) -> int:
+        with self.fits.open("a+") as file:
+            file.write(f"{rank}\n")
+            file.seek(0)
+            return file.read().split().count(str(rank))
+
+    def _folder(self, log_dir: str, number: int) -> Path | None:
+        """Return the folder of the fit with this number, counted from 1; None for the profiler's default."""
+        given = self.options["dirpath"]
+        if number == 1:
+            return given and Path(given)
+        base = Path(given) if given else Path(log_dir) / _FOLDER
+        return base.with_name(f"{base.name}_{number}")

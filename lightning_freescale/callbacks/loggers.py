@@ -1,4 +1,4 @@
-"""The report of a run that has ended, for loggers that keep more than numbers."""
+"""Send the report of a finished run to loggers that accept pages, pictures and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_freescale._lightning.loops import Logger, MLFlowLogger, TensorBoa
 from lightning_freescale.profiling.analysis.breakdown import ADDENDS, column
 from lightning_freescale.profiling.reporting.report import BubbleReport
 
-# those of the page in page.css
+# the colors of page.css
 _COLORS = {
     "forward": "#154a85",
     "backward": "#4a86d4",
@@ -26,20 +26,20 @@ _COLORS = {
     "unexplained": "#d6d4cf",
 }
 _ROWS = 32
-"""Ranks in the picture, those with the largest bubbles; more bars cannot be distinguished."""
+"""The largest number of ranks in the picture. It shows those with the largest bubbles."""
 _PAGE, _VERDICT = "freescale/bubble/report", "freescale/bubble/verdict"
 
 
 def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
-    """Give a report to Weights & Biases, MLflow and TensorBoard; other loggers get nothing.
+    """Send a report to Weights & Biases, MLflow and TensorBoard; ignore other loggers.
 
-    A logger that fails is a warning: the run has ended well, and its files are on disk.
+    A failure of a logger is only a warning, because the run was successful and its files are on disk.
 
     Args:
-        loggers: of the Trainer.
-        report: of the run.
-        files: that were written, by name.
-        step: the last of the fit.
+        loggers: loggers of the Trainer.
+        report: report of the run.
+        files: paths of the report's files by name.
+        step: number of the last step.
     """
     for logger in loggers:
         log = next((log for kind, log in _LOG.items() if isinstance(logger, kind)), None)
@@ -50,18 +50,18 @@ def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[s
         except Exception as error:
             kept = ", ".join(str(path) for path in files.values())
             rank_zero_warn(
-                f"BubbleProfiler: {type(logger).__name__} did not take the report: {type(error).__name__}: {error}. The files "
-                f"are there: {kept}"
+                f"BubbleProfiler: {type(logger).__name__} did not accept the report ({type(error).__name__}: {error}). The "
+                f"files of the report are: {kept}"
             )
 
 
 def _log_to_wandb(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
-    """The page as a panel, all files as an artifact, the verdict in the summary."""
+    """Log the page as a panel, all files as an artifact, and the verdict in the summary."""
     import wandb
 
     run = logger.experiment
-    if "page" in files:  # else the disk was full, and a warning has said so
-        # as it is: it brings its styles, and its security policy forbids those that wandb would add
+    if "page" in files:  # otherwise the page could not be written, and the profiler has warned
+        # inject=False: the page has its own styles, and its security policy forbids those of wandb
         run.log({_PAGE: wandb.Html(str(files["page"]), inject=False)})
     artifact = wandb.Artifact(f"bubbles-{run.id}", type="bubble-report", metadata={"verdict": _verdict(report)})
     for path in files.values():
@@ -71,7 +71,7 @@ def _log_to_wandb(logger: Any, report: BubbleReport, files: Mapping[str, Path], 
 
 
 def _log_to_mlflow(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
-    """All files as artifacts in a folder, the verdict as a tag."""
+    """Log all files as artifacts in a folder, and the verdict as a tag."""
     client = logger.experiment
     for path in files.values():
         client.log_artifact(logger.run_id, str(path), "bubbles")
@@ -79,8 +79,8 @@ def _log_to_mlflow(logger: Any, report: BubbleReport, files: Mapping[str, Path],
 
 
 def _log_to_tensorboard(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
-    """The summary as text, and a picture if matplotlib is installed: it can hold neither pages nor files."""
-    indented = "\n".join(f"    {line}" for line in str(report).splitlines())  # which is how Markdown keeps columns
+    """Log the summary as text, and a picture if matplotlib is installed. TensorBoard supports neither pages nor files."""
+    indented = "\n".join(f"    {line}" for line in str(report).splitlines())  # an indented block keeps columns in Markdown
     logger.experiment.add_text(_PAGE, indented, step)
     if find_spec("matplotlib") is not None:
         logger.experiment.add_figure("freescale/bubble/picture", draw(report), step)
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 
 
 def draw(report: BubbleReport) -> Figure:
-    """Return a figure of two charts: where each rank's time went, and the bubble of every step, in time and over the ranks.
+    """Return a figure with two charts: the time of each rank by cause, and the bubble of every step.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -119,7 +119,7 @@ def draw(report: BubbleReport) -> Figure:
     names, left = [f"rank {rank}" for rank in ranks], np.zeros(len(ranks))
     for part in sorted(ADDENDS, key=[*_COLORS].index):
         seconds = column(report.breakdown, part)[:, ranks].mean(axis=0)
-        if seconds.max() > 1e-4 * wall.mean():  # what can be seen
+        if seconds.max() > 1e-4 * wall.mean():  # omit parts that are too narrow to see
             above.barh(names, seconds, left=left, color=_COLORS[part], label=part.replace("_", " "))
         left += seconds
     above.margins(y=0.02)

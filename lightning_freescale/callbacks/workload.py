@@ -23,11 +23,11 @@ from lightning_freescale.profiling.reporting.document import RunInfo
 
 Floats = NDArray[np.float64]
 _FITTED = 20_000
-"""Rank-steps that a fit rests on at most, the last ones; it takes a fraction of a second."""
+"""The largest number of rank-steps in a fit, which then takes a fraction of a second. The last ones are used."""
 
 
 def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -> RunInfo:
-    """Return what is run, to tell whether two reports compare; ``label`` is the strategy's name if not given."""
+    """Return the description of a run for its report; the default label is the strategy's name."""
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     device = trainer.strategy.root_device
     return RunInfo(
@@ -46,7 +46,7 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
 
 
 def assignment_of(trainer: Trainer) -> str | None:
-    """Return how samples are assigned to the ranks by now; None if that is unknown."""
+    """Return how the current plan assigns samples to the ranks; None if unknown."""
     sampler, train = getattr(trainer.train_dataloader, "sampler", None), map_style_data(trainer)
     if not isinstance(sampler, BalancedSampler):
         return None
@@ -64,15 +64,15 @@ def _overlap(strategy: Any) -> str | None:
 
 
 def _has_sharded_tables(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether our strategy shards tables, or users wrapped their modules themselves."""
+    """Return whether this package's strategy shards tables, or the module contains modules that the user sharded."""
     if getattr(trainer.strategy, "tables", None) is not None:
         return True
-    torchrec = sys.modules.get("torchrec.distributed.types")  # a module that is not imported shards nothing
+    torchrec = sys.modules.get("torchrec.distributed.types")  # without the import nothing is sharded
     return torchrec is not None and any(isinstance(each, torchrec.ShardedModule) for each in module.modules())
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> int:
-    """Count parameters; tables count whole, although a rank holds a part, so that runs of other strategies compare."""
+    """Return the number of parameters of the unsharded module, so that runs with different strategies are comparable."""
     tables: Any = getattr(trainer.strategy, "tables", None)
     if tables is None:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -84,13 +84,12 @@ def _parameters(trainer: Trainer, module: LightningModule) -> int:
 def work_of_step(
     trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None
 ) -> tuple[int, Floats | None, float | None]:
-    """Return a step's number of samples, the sums of :func:`sample_features` over them, and what its plan says it costs.
+    """Return a step's number of samples, the sums of :func:`sample_features` over the samples, and the planned cost.
 
-    0 samples, and None for the others, are unknown. ``lengths_fn`` gives the history lengths of a batch's samples, if the user
-    knows better than the loader.
+    Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader.
 
     Raises:
-        ValueError: ``lengths_fn`` returned what are no lengths.
+        ValueError: ``lengths_fn`` returned invalid lengths.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
@@ -107,23 +106,24 @@ def work_of_step(
 
 
 def _lengths_of(returned: Any) -> Floats:
-    wrong = None
+    wrong = ""
     if isinstance(returned, torch.Tensor) and returned.device.type != "cpu":
-        wrong = f"a tensor on {returned.device}, and reading it would wait for the device"
+        wrong = f"a tensor on {returned.device}; reading it would wait for the device"
     else:
         try:
             lengths = np.asarray(returned, dtype=np.float64)
         except (TypeError, ValueError, RuntimeError) as error:
-            wrong = f"{reprlib.repr(returned)}, which are no numbers ({error})"
+            wrong = f"{reprlib.repr(returned)}, which is not numeric ({error})"
         else:
+            invalid = ~(np.isfinite(lengths) & (lengths >= 0))
             if lengths.ndim != 1 or not lengths.size:
-                wrong = f"{reprlib.repr(returned)}, of shape {lengths.shape}"
-            elif not (np.isfinite(lengths) & (lengths >= 0)).all():
-                wrong = f"{reprlib.repr(returned)}, with {lengths[~(np.isfinite(lengths) & (lengths >= 0))][0]} in it"
-    if wrong is not None:
+                wrong = f"{reprlib.repr(returned)} of shape {lengths.shape}"
+            elif invalid.any():
+                wrong = f"{reprlib.repr(returned)}, which contains {lengths[invalid][0]}"
+    if wrong:
         raise ValueError(
-            f"BubbleProfiler(lengths_fn): it returned {wrong}: return the history length of every sample of the batch, finite "
-            "numbers >= 0 in a list, an array or a tensor on the CPU"
+            f"BubbleProfiler(lengths_fn=...): the function returned {wrong}. Return the history length of every sample of the "
+            "batch: finite numbers >= 0 in a list, an array or a tensor on the CPU"
         )
     return lengths
 
@@ -144,7 +144,7 @@ def _planned_work(trainer: Trainer, sampler: Any, index: int) -> tuple[int, Floa
 
 
 def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
-    """Return what a step's plan says of its balance, on rank 0; None on the others, and if nothing was planned."""
+    """Return the planned balance of a step on rank 0; None on the other ranks, and for a loader without a plan."""
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     if not trainer.is_global_zero or not hasattr(sampler, "balance"):
         return None
@@ -172,9 +172,9 @@ def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
 
 
 def _padding(train: MapStyleData, sampler: Any, index: int, planned: float | None) -> tuple[str | None, float | None]:
-    """Return how a step's batches are padded, and which share of the computed tokens is padding; None if that is not known.
+    """Return the kind of padding of a step's batches, and the share of the computed tokens that is padding; None if unknown.
 
-    Micro-batches that are not planned for padding are those of this rank.
+    Without a plan for padding, micro-batches count on this rank only.
     """
     if train.lengths is None or train.padding not in ("batch", "fixed"):
         return None, None
@@ -190,22 +190,22 @@ def _padding(train: MapStyleData, sampler: Any, index: int, planned: float | Non
 
 
 def _drawn(loader: Any, index: int) -> int | None:
-    """Return how many samples torch's own batch sampler has drawn for a batch; None with another one, or a stream."""
+    """Return the number of samples that torch's own batch sampler draws for a batch; None for other samplers and streams."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
         return None
     try:
         left = len(batches.sampler) - index * batches.batch_size
-    except (TypeError, NotImplementedError):  # a sampler that does not know
+    except (TypeError, NotImplementedError):  # a sampler without a valid length
         return None
     return min(batches.batch_size, left) if left > 0 else None
 
 
 def samples_in(batch: Any, most: int | None = None) -> int:
-    """Return the number of samples of a batch; 0 if it is unknown.
+    """Return the number of samples of a batch; 0 if unknown.
 
-    That is the common first dimension of all of its tensors, jagged ones counted by their samples, wherever they stand in
-    lists, dicts and dataclasses. If ``most``, the loader's batch size, is known, a list of as many things is one of samples.
+    This is the common first dimension of all tensors in lists, dicts and dataclasses. Jagged tensors count by their samples. A
+    list whose length is ``most``, the loader's batch size, counts as a list of samples.
     """
     sizes = set(_sizes(batch))
     common = sizes.pop() if len(sizes) == 1 else 0
@@ -213,7 +213,6 @@ def samples_in(batch: Any, most: int | None = None) -> int:
 
 
 def _sizes(batch: Any) -> Iterator[int]:
-    """Yield first dimensions of the tensors, and the numbers of samples of jagged ones."""
     for leaf in pytree.tree_leaves(batch, is_leaf=lambda value: _is_jagged(value) or _is_record(value)):
         if isinstance(leaf, torch.Tensor):
             yield from (leaf.size(0),) if leaf.is_nested else leaf.shape[:1]
@@ -228,7 +227,7 @@ def _sizes(batch: Any) -> Iterator[int]:
 def fit_costs(features: Floats, compute: Floats) -> tuple[Floats, Floats] | None:
     """Fit costs to compute times, see :data:`~lightning_freescale.profiling.collection.history.FitCosts`.
 
-    None if there are fewer than ten rank-steps, or some without compute.
+    Return None for fewer than ten rank-steps, or if a rank-step has no compute.
     """
     steps, ranks = compute.shape
     if steps * ranks < 10 or not (compute > 0).all():

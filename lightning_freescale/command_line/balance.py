@@ -1,7 +1,7 @@
-"""``freescale balance``: the samples of every step and rank, for loops that load their data themselves.
+"""``freescale balance``: plan the samples of every step and rank, for training loops that load their own data.
 
-``freescale balance simulate`` predicts what balancing brings, ``freescale balance fit report.json`` makes a cost model from a
-report; both as ``python -m lightning_freescale.balance``.
+``freescale balance simulate`` predicts the gain of balancing. ``freescale balance fit report.json`` fits a cost model to a
+report. Both are also commands of ``python -m lightning_freescale.balance``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_freescale.balance.simulate import KINDS, describe_lengths, read_l
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exits with 2 and an error message if it cannot."""
+    """Run the command; exit with status 2 and a message on errors."""
     if arguments[:1] in (["simulate"], ["fit"]):
         main(arguments, f"freescale {command}")
         return
@@ -33,7 +33,7 @@ def run(command: str, arguments: list[str]) -> None:
             rank=0,
             seed=options.seed,
             assignment_mode=options.assignment_mode or ("free" if budgeted else "fixed"),
-            tokens=None if budgeted else lengths,  # as the data module's, so that it is the plan of training
+            tokens=None if budgeted else lengths,  # as in the data module, so that the plan is that of training
         )
         print(f"{options.lengths.name}: {describe_lengths(lengths)}")
         print(f"predicted, not measured: {options.ranks} ranks; cost {cost.linear:g} L + {cost.quadratic:g} L²; tokens: L")
@@ -52,23 +52,23 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__)
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
-    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--column", metavar="NAME", help="column of a .csv file: each value is a sample, and its number of rows is the length")
     add("--ranks", type=int, required=True)
     batch = parser.add_mutually_exclusive_group(required=True)
     batch.add_argument("--batch-size", type=int, metavar="N", help="samples per rank and step")
-    batch.add_argument("--batch-tokens", type=float, metavar="N", help="instead, tokens per rank and step at most")
+    batch.add_argument("--batch-tokens", type=float, metavar="N", help="most tokens per rank and step")
     add(
         "--assignment-mode",
         choices=["fixed", "slack", "free"],
-        help="equal counts (default), within limits, or any (with --batch-tokens)",
+        help="numbers of samples on the ranks: equal (default), within limits, or any (default with --batch-tokens)",
     )
-    add("--seed", type=int, default=0, help="of the order (default: 0)")
-    add("--epochs", type=int, default=1, help="default: 1")
+    add("--seed", type=int, default=0, help="seed of the order (default: 0)")
+    add("--epochs", type=int, default=1, help="number of epochs (default: 1)")
     add(
         "--plan",
         type=Path,
         metavar="FILE",
-        help="write a line of JSON for every step: epoch, step, and the samples of each rank",
+        help="write one line of JSON per step: epoch, step, and the samples of each rank",
     )
     add_commands(parser.add_subparsers(metavar="simulate | fit"))
     return parser

@@ -1,4 +1,4 @@
-"""``freescale consolidate`` and ``freescale changes``: convert a checkpoint of the Trainer, or compare two of them."""
+"""``freescale consolidate`` and ``freescale changes``: convert a checkpoint of the Trainer, or compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 _CONSOLIDATE = """
-Write what a checkpoint holds into one file, for the plain module, or into a folder. A checkpoint of strategy "freescale" is
-that of the unsharded module, with whole tables, or a folder of as many parts as it had ranks. Weights alone leave out what
-only training needs: optimizer states, loops and data.
+Convert a checkpoint into a file or a folder. A checkpoint of strategy "freescale" is a file with whole tables, or a folder with
+one part for each rank. With --to weights, the file has only the weights for the plain module. It contains no optimizer states,
+loops and data.
 """
-_CHANGES = "Write the rows of tables that differ in a later checkpoint, for a server that holds the earlier one."
+_CHANGES = "Write the table rows that differ in a later checkpoint, for a server that has loaded the earlier one."
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exits with 2 and an error message if it cannot."""
+    """Run the command; exit with status 2 and a message on errors."""
     from lightning_freescale.checkpoint.conversion import read_checkpoint
 
     parser = _new_parser(command)
@@ -26,7 +26,7 @@ def run(command: str, arguments: list[str]) -> None:
     try:
         checkpoints = [read_checkpoint(path, weights_only=not options.trust) for path in sources]
         if options.target.exists() and not options.force:
-            raise ValueError(f"{options.target} is there already: pass another one, or --force")
+            raise ValueError(f"{options.target} exists. Pass another target, or --force to replace it")
         first, last = checkpoints[0], checkpoints[-1]
         print(_consolidate(first, options) if command == "consolidate" else _changes(first, last, options.target))
     except (OSError, ValueError, RuntimeError) as error:
@@ -38,20 +38,20 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=_CONSOLIDATE if consolidates else _CHANGES)
     add = parser.add_argument
     if consolidates:
-        add("checkpoint", type=Path, help="a .ckpt of the Trainer, a file or a folder")
-        add("target", type=Path, help="file, or folder, to write")
+        add("checkpoint", type=Path, help="a .ckpt file or folder of the Trainer")
+        add("target", type=Path, help="file or folder to write")
         add(
             "--to",
             choices=["weights", "single", "sharded"],
             default="weights",
-            help="weights alone, for module.load_state_dict(torch.load(file)); or the whole checkpoint in a file or folder",
+            help="only weights, for module.load_state_dict(torch.load(file)), or the whole checkpoint as a file or a folder",
         )
     else:
-        add("old", type=Path, help="the checkpoint that is served, a file or a folder")
-        add("new", type=Path, help="a later one of the same module")
+        add("old", type=Path, help="the checkpoint that the server has loaded, a file or a folder")
+        add("new", type=Path, help="a later checkpoint of the same module")
         add("target", type=Path, help="file to write: {name: {'ids': ..., 'rows': ...}}, for torch.load")
-    add("--force", action="store_true", help="replace the target if it is there")
-    add("--trust", action="store_true", help="run whatever code the checkpoint holds, as loading hyperparameters may need")
+    add("--force", action="store_true", help="replace an existing target")
+    add("--trust", action="store_true", help="allow the checkpoint to run code, which hyperparameters may require")
     return parser
 
 

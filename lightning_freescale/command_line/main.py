@@ -1,4 +1,4 @@
-"""``freescale COMMAND``: find the command, and pass it the rest of the line."""
+"""``freescale COMMAND``: run a command with the rest of the line."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-COMMANDS = {  # name: module in this package, what it does
+COMMANDS = {  # name: (module in this package, help)
     "fit": ("train", "train a model from a config"),
-    "validate": ("train", "validate one"),
-    "test": ("train", "test one"),
-    "predict": ("train", "predict with one"),
-    "simulate": ("simulate", "predict what each technique brings on more ranks than there are"),
-    "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict what that brings"),
-    "profile": ("profile", "profile a Lightning script; show bubble reports, compare them, make a page of them"),
-    "consolidate": ("checkpoints", "take the weights out of a checkpoint, for the plain module; or make one file of a folder"),
+    "validate": ("train", "validate a model"),
+    "test": ("train", "test a model"),
+    "predict": ("train", "predict with a model"),
+    "simulate": ("simulate", "predict the gain of each technique on more ranks than you have"),
+    "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict the gain"),
+    "profile": ("profile", "profile a Lightning script; show and compare bubble reports, and write them as a page"),
+    "consolidate": ("checkpoints", "extract the weights of a checkpoint for the plain module; convert a folder to a file"),
     "explain": ("explain", "print what the documentation says about an error or a warning"),
-    "changes": ("checkpoints", "take out the rows that a later checkpoint has otherwise"),
+    "changes": ("checkpoints", "extract the rows that differ in a later checkpoint"),
 }
 _PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 _EXAMPLE = "example: freescale balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 2 and an error message if it cannot."""
+    """Run the command line; exit with status 2 and a message on errors."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_help())
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(given[0], given[1:])
     else:
         near = get_close_matches(given[0], COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f": choose from {', '.join(COMMANDS)}"
-        print(f"freescale: there is no command {given[0]!r}{hint}", file=sys.stderr)
+        hint = f". Did you mean {near[0]!r}?" if near else f". Choose from {', '.join(COMMANDS)}"
+        print(f"freescale: unknown command {given[0]!r}{hint}", file=sys.stderr)
         raise SystemExit(2)
 
 

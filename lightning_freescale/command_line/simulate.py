@@ -1,7 +1,7 @@
-"""``freescale simulate``: what each technique would bring on more ranks than there are, from lengths, a cost and a network.
+"""``freescale simulate``: predict the gain of each technique on more ranks than you have.
 
-``--compute-ms`` gives the compute of a mean step, or ``--report`` a profiled run that measured it. Everything else is an
-assumption with a range, which an option replaces: by a number, or by LOW:NUMBER:HIGH.
+The prediction needs history lengths and the compute of a mean step: ``--compute-ms``, or ``--report`` of a profiled run. All
+other values are assumptions with a range. An option replaces an assumption by a number or by LOW:NUMBER:HIGH.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_LOAD = {  # option: field, unit, factor
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exits with 2 and an error message if it cannot."""
+    """Run the command; exit with status 2 and a message on errors."""
     parser = _new_parser(command)
     options = parser.parse_args(arguments)
     try:
@@ -43,7 +43,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    figure = None if options.plot is None else new_figure(9.5, 4.6)  # raises before the work if matplotlib is missing
+    figure = None if options.plot is None else new_figure(9.5, 4.6)  # before the work, because matplotlib may be missing
     lengths = read_lengths(options.lengths, options.column)
     load, network, variants = _load(options, lengths), _network(options), _variants(options)
     known = {**quantities(load), **quantities(network)}
@@ -57,8 +57,8 @@ def _simulate(options: argparse.Namespace) -> None:
     source = f"{options.batch_size} histories per rank and step, drawn with replacement from {options.lengths.name}"
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {options.steps} steps of {source}\n\n{format_outlooks(outlooks)}\n\n{EXPLANATION}\n")
-    print(f"what this rests on, with its range:\n{format_known(known)}")
-    print(f"  rows: {load.catalogue.rows:,} of {load.row_bytes} bytes for an item; {network.ranks_per_node} ranks per node")
+    print(f"assumptions and measurements, with their ranges:\n{format_known(known)}")
+    print(f"  rows: {load.catalogue.rows:,}; {load.row_bytes} bytes per item; {network.ranks_per_node} ranks per node")
     if figure is not None:
         plot(figure, outlooks, options.plot, f"predicted: {source}")
     if options.page is not None:
@@ -81,11 +81,11 @@ def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> Training
 
 
 def _measured_load(options: argparse.Namespace, others: dict[str, Any]) -> TrainingLoad:
-    """Return the load of a reported run: compute by a fit to its steps, and the time of its host."""
+    """Return the load of a profiled run, with compute from a fit to its steps."""
     try:
         document = json.loads(options.report.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{options.report} is not JSON, or was cut short: {error}") from error
+        raise ValueError(f"{options.report} is not valid JSON ({error}). Pass the report.json of a profiled run") from error
     fit = fit_report(document).fit
     name, off = options.report.name, fit.residual
 
@@ -119,7 +119,7 @@ def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", 
 
 
 def _variants(options: argparse.Namespace) -> Mapping[str, Techniques]:
-    """Return all techniques by default; else those chosen, each together with the ones before it."""
+    """Return the variants to compare; each of ``--techniques`` includes those before it."""
     if options.techniques is None:
         return LADDER
     variants, chosen = {"plain": Techniques()}, dict[str, Any]()
@@ -134,44 +134,55 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=f"example: {_EXAMPLE}")
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
-    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--column", metavar="NAME", help="column of a .csv file: each value is a sample, and its number of rows is the length")
     add("--ranks", type=_ranks, required=True, metavar="64,256,1024", help="numbers of ranks")
     add("--batch-size", type=_whole, required=True, metavar="N", help="histories per rank and step")
     compute = parser.add_mutually_exclusive_group(required=True)
-    compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank's mean step")
-    compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a profiled run, whose compute it has")
+    compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank in the mean step")
+    compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a run that measured the compute")
     add(
         "--attention",
         type=_range,
         default="0.3:0.5:0.7",
         metavar="SHARE",
-        help="of --compute-ms, what grows as L²; default %(default)s",
+        help="share of --compute-ms that grows as L²; default %(default)s",
     )
-    add("--rows", type=_whole, default=10_000_000, metavar="N", help="of all tables; default 10 million")
-    add("--row-bytes", type=_whole, default=1024, metavar="N", help="that an item looks up, in all tables; default 1024")
+    add("--rows", type=_whole, default=10_000_000, metavar="N", help="rows of all tables; default 10 million")
+    add(
+        "--row-bytes",
+        type=_whole,
+        default=1024,
+        metavar="N",
+        help="bytes of an item's rows in all tables; default 1024",
+    )
     popularity = parser.add_mutually_exclusive_group()
     popularity.add_argument("--exponent", type=_range, metavar="X", help="popularity falls as rank ** -X")
     popularity.add_argument(
-        "--collision-rate", type=_rate, metavar="RATE@RANKS", help="as a run on so many ranks has measured it"
+        "--collision-rate", type=_rate, metavar="RATE@RANKS", help="collision rate that a run on RANKS ranks measured"
     )
-    add("--dense-mb", type=_range, metavar="MB", help="of gradients that are reduced over all ranks")
-    add("--host-ms", type=_range, metavar="MS", help="of a step in which a rank neither computes nor exchanges")
-    add("--contention", type=_range, metavar="SHARE", help="by which an exchange on multiprocessors slows compute down")
-    add("--late-weights", type=_range, metavar="SHARE", help="of compute that a split backward has last")
+    add("--dense-mb", type=_range, metavar="MB", help="gradients that are reduced over all ranks")
+    add("--host-ms", type=_range, metavar="MS", help="time of a step in which a rank neither computes nor exchanges")
+    add("--contention", type=_range, metavar="SHARE", help="share by which an exchange on multiprocessors slows compute down")
+    add("--late-weights", type=_range, metavar="SHARE", help="share of compute that a split backward postpones to the end")
     add("--network", type=Path, metavar="FILE", help="JSON: bandwidth, latency, peer_latency, node_bandwidth, ranks_per_node")
-    add("--techniques", type=_techniques, metavar="balance,overlap", help="one row more for each; default: all")
-    add("--steps", type=_steps, default=20, metavar="N", help="to draw, at least 2; default 20")
-    add("--draws", type=int, default=8, metavar="N", help="of the assumptions for each two steps; default 8")
-    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn; default 0")
-    add("--plot", type=Path, metavar="FILE", help="draw bubble and speed-up over ranks; needs matplotlib")
-    add("--page", type=Path, metavar="FILE", help="write a page to try other numbers in, which needs no network")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add(
+        "--techniques",
+        type=_techniques,
+        metavar="balance,overlap",
+        help="techniques to add one by one; default: all",
+    )
+    add("--steps", type=_steps, default=20, metavar="N", help="number of steps to draw, at least 2; default 20")
+    add("--draws", type=int, default=8, metavar="N", help="draws of the assumptions for each two steps; default 8")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all draws; default 0")
+    add("--plot", type=Path, metavar="FILE", help="picture of bubble and speed-up by ranks to write; needs matplotlib")
+    add("--page", type=Path, metavar="FILE", help="interactive page to write, which works offline")
+    add("--json", type=Path, metavar="FILE", help="file for the figures")
     return parser
 
 
 def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
     return int(text)
 
 
@@ -200,7 +211,7 @@ def _rate(text: str) -> tuple[float, int]:
     try:
         return float(rate), _whole(ranks)
     except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: write the rate and the ranks of the run, as in 0.2@8") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate and a number of ranks, such as 0.2@8") from None
 
 
 def _techniques(text: str) -> list[str]:

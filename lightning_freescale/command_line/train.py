@@ -1,4 +1,4 @@
-"""``freescale fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with this package's strategy and data."""
+"""``freescale fit``, ``validate``, ``test``, ``predict``: Lightning's command line with strategy ``"freescale"`` by default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_freescale._lightning.loops import LightningDataModule, LightningM
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exits with 2 and an error message if it cannot."""
+    """Run the command; exit with status 2 and a message on errors."""
     try:
         from jsonargparse import ActionConfigFile
     except ImportError as error:
@@ -34,21 +34,21 @@ def run(command: str, arguments: list[str]) -> None:
             parser.add_argument("-c", "--config", action=ActionConfigFile, help="a configuration file in YAML")
             return parser
 
-    sys.path.insert(0, os.getcwd())  # where the user's own classes are
-    sys.argv = [sys.argv[0], command, *arguments]  # which Lightning reads, also to start the other ranks
+    sys.path.insert(0, os.getcwd())  # so that user classes of this folder can be imported
+    sys.argv = [sys.argv[0], command, *arguments]  # Lightning reads it, also to start the other ranks
     FreeScaleCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         trainer_defaults={"strategy": "freescale"},
-        # without a logger it goes into this folder, where the user's own may be called config.yaml
+        # without a logger the file is written to this folder, which may contain the user's config.yaml
         save_config_kwargs={"config_filename": "run_config.yaml", "overwrite": True},
     )
 
 
 def _nearest(message: str, parser: Any) -> str:
-    """Say which option may have been meant where one is not accepted; empty if nothing is near."""
+    """Return a hint to the option most similar to a refused one; empty if none is similar."""
     refused = re.search(r"[Oo]ption '([^']+)'", message) or re.search(r"[Uu]nrecognized arguments: --(\S+)", message)
     if refused is None:
         return ""
@@ -57,22 +57,22 @@ def _nearest(message: str, parser: Any) -> str:
     text = _given_text()
     for path in re.findall(r"class_path['\"]?[:=]\s*['\"]?([\w.]+)", text):
         known |= _parameters(path)
-    given = set(re.findall(r"(\w+)['\"]?:", text))  # hardly what was meant
+    given = set(re.findall(r"(\w+)['\"]?:", text))  # options that are given already are unlikely corrections
     for part in refused[1].partition("=")[0].split("."):
         if part not in known and (near := get_close_matches(part, known - given, 1) or get_close_matches(part, known, 1)):
-            return f"; did you mean {near[0]!r}?"
+            return f". Did you mean {near[0]!r}?"
     return ""
 
 
 def _given_text() -> str:
-    """Return the command line, and the configs that it names."""
+    """Return the command line and the configuration files in it."""
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
     files = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and os.path.isfile(word)]
     return "\n".join([*sys.argv[1:], *(Path(file).read_text() for file in files)])
 
 
 def _parameters(path: str) -> set[str]:
-    """Return the parameters of the class or function at this path, and of its bases."""
+    """Return the parameters of the class or function at an import path, including those of base classes."""
     module, _, name = path.rpartition(".")
     while module:
         try:
@@ -87,10 +87,6 @@ def _parameters(path: str) -> set[str]:
     for part in name.split("."):
         owner, found = found, getattr(found, part, None)
     makers: list[Any] = [found] if callable(found) else []
-    for each in (found, owner):
-        makers += (
-            [vars(base)["__init__"] for base in inspect.getmro(each)[:-1] if "__init__" in vars(base)]
-            if inspect.isclass(each)
-            else []
-        )
+    for each in filter(inspect.isclass, (found, owner)):
+        makers += [vars(base)["__init__"] for base in inspect.getmro(each)[:-1] if "__init__" in vars(base)]
     return {parameter for maker in makers for parameter in inspect.signature(maker).parameters}

@@ -1,4 +1,4 @@
-"""Delays put into a run come back out of the profiler, as what they are and on the rank they were put; nothing else changes."""
+"""The profiler reports artificial delays with the right cause and rank, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 12
 
 
 class SlowSamples(Samples):
-    """Rank 0 reads a batch for one DELAY."""
+    """Data whose batches take one ``DELAY`` to load on rank 0."""
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         if os.environ["RANK"] == "0":
@@ -48,7 +48,7 @@ class SlowSamples(Samples):
 
 
 class Slow(Recommender):
-    """One DELAY in a hook on both ranks, two in the forward of rank 1, one in validation."""
+    """A module with one ``DELAY`` in a hook on both ranks, two in the forward of rank 1, and one in validation."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         time.sleep(DELAY)
@@ -113,7 +113,7 @@ def test_delays_come_back_and_are_reported(tmp_path: Path) -> None:
 
 
 class Counting(L.Callback):
-    """How many collectives the default group has had, after each batch."""
+    """Record the number of collectives of the default group after each batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -154,7 +154,7 @@ def test_calibration_alone_does_not_take_waits_for_compute() -> None:
 
 
 class SlowStart(IterableDataset):
-    """Takes a while until the first sample comes."""
+    """A data set whose first sample is late."""
 
     def __iter__(self) -> Iterator[Tensor]:
         time.sleep(DELAY)
@@ -162,7 +162,7 @@ class SlowStart(IterableDataset):
 
 
 class Normed(Plain):
-    """With buffers, which DDP broadcasts before each forward; rank 0 is late."""
+    """A module with buffers, which DDP broadcasts before each forward; rank 0 is late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Normed(Plain):
 
 
 class Sharded(Plain):
-    """Two layers, each sharded."""
+    """A module with two layers, each sharded."""
 
     def configure_model(self) -> None:
         self.layer = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
@@ -225,8 +225,8 @@ def test_any_loop_under_ddp(tmp_path: Path) -> None:
         gradients, per_step = GRADIENTS.get(name, ("dense gradients", 1.0))
         assert named(report, gradients).per_step == pytest.approx(per_step, abs=0.1), name
         for part in ("straggler_wait", "transfer"):
-            told = sum(getattr(figures, part) for figures in report.exchanges)
-            assert told == pytest.approx(column(parts, part).mean(), rel=1e-6), f"{name}: exchanges are those of the steps"
+            reported = sum(getattr(figures, part) for figures in report.exchanges)
+            assert reported == pytest.approx(column(parts, part).mean(), rel=1e-6), f"{name}: exchanges are those of the steps"
     for name, steps in VALIDATED.items():  # the median, as a single step may be slow for reasons of the machine
         walls = column(reports[name].breakdown, "wall")[np.isin(reports[name].steps, steps)]
         assert walls.shape == (len(steps), 2) and np.median(walls) < DELAY, f"{name}: it is no part of a step"
@@ -261,7 +261,7 @@ def test_one_device(tmp_path: Path) -> None:
 
 
 class Uneventful(Plain):
-    """A step takes ``DELAY`` / 4; every start of the training takes three ``DELAY``."""
+    """A module whose steps take ``DELAY`` / 4, and whose start of training takes three ``DELAY``."""
 
     def on_train_start(self) -> None:
         time.sleep(3 * DELAY)
@@ -280,7 +280,7 @@ class SlowToSave(L.Callback):
 
 @timing
 def test_a_resumed_run_has_all_of_its_steps_and_no_spike(tmp_path: Path) -> None:
-    """Inside an epoch, at its end, and with warm-up steps, which count from the resume."""
+    """Resume inside an epoch, at its end, and with warm-up steps, which count from the resume."""
     options: dict[str, Any] = {"steps": 9, "limit_val_batches": 0}
 
     def resumed(at: int, warmup: int) -> BubbleReport:
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 class Fails(Plain):
-    """Cannot be validated."""
+    """A module whose validation fails."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         raise ValueError("bad metric")

@@ -1,4 +1,4 @@
-"""A run that hangs says where its ranks stand, and goes on as if nothing had happened."""
+"""A run that hangs reports the position of its ranks and then continues undisturbed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _until(ready: Callable[[], Any], seconds: float = 60) -> None:
 
 
 def _reports(folder: Path) -> list[dict[str, Any]]:
-    """Those of the step that hangs: on a busy machine another one may take as long as a hang does here."""
+    """Return the reports of the step that hangs. On a busy machine other steps may also exceed the limit."""
     if not (folder / "hang.json").exists():
         return []
     document = json.loads((folder / "hang.json").read_text())
@@ -48,26 +48,26 @@ def _waits(folder: Path) -> None:
 
 def _stops(folder: Path) -> None:
     """Freeze this process until a report has been written."""
-    told = f"grep -qs '\"step\": {HANGS_AT}' '{folder}/hang.json'"
-    wait = f"for i in $(seq 600); do {told} && break; sleep 0.1; done; kill -CONT {os.getpid()}"
+    written = f"grep -qs '\"step\": {HANGS_AT}' '{folder}/hang.json'"
+    wait = f"for i in $(seq 600); do {written} && break; sleep 0.1; done; kill -CONT {os.getpid()}"
     subprocess.Popen(["bash", "-c", wait])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _signals(folder: Path) -> None:
-    """Ask rank 0 until it stands in a collective."""
+    """Ask rank 0 until it waits in a collective."""
     path = folder / "rank 0 is here"
     _until(lambda: path.exists() and path.read_text())
     reports: list[dict[str, Any]] = []
     while not reports or not reports[-1]["exchanges"]:
-        told = len(reports)
+        known = len(reports)
         os.kill(int(path.read_text()), signal.SIGUSR2)
-        _until(lambda: len(_reports(folder)) > told)  # noqa: B023
+        _until(lambda: len(_reports(folder)) > known)  # noqa: B023
         reports = _reports(folder)
 
 
 class SlowRows(Rows):
-    """Rows of which one comes late on rank 1."""
+    """Data whose samples are late on rank 1 in one row."""
 
     def __init__(self, count: int, folder: Path) -> None:
         super().__init__(count)
@@ -81,7 +81,7 @@ class SlowRows(Rows):
 
 
 class Hanging(Plain):
-    """Some rank does in a step what it should not."""
+    """A module with a fault on one rank."""
 
     def __init__(self, how: Callable[[Path], None] | None, rank: int, folder: Path) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _no_thread_is_left() -> bool:
 
 
 def _trained(folder: Path, how: Any = None, rank: int = 1, timeout: float | None = 1.5) -> tuple[list[float], dict[str, Path]]:
-    """Losses, and files; ``how`` a rank hangs, ``"loader"`` where its data come late."""
+    """Return losses and files. ``how`` is the fault of a rank; ``"loader"`` means late data."""
     bubble_profiler.HangWatch = partial(HangWatch, hang_timeout=timeout)
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -148,16 +148,16 @@ def test_a_late_rank_is_named_and_the_run_goes_on_undisturbed(tmp_path: Path, ca
     # a signal to one rank asks all, also where its main thread waits in a collective, in which no handler of Python's runs
     assert "rank 0" in asked["why"] and "SIGUSR2" in asked["why"] and asked["next_s"] is None
     assert [rank["step"] for rank in asked["ranks"]] == [HANGS_AT, HANGS_AT] and asked["exchanges"][0]["missing"] == [1]
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     written = [json.loads((tmp_path / name / "hang.json").read_text())["reports"] for name in reports]
-    assert told.count("BubbleProfiler: rank") == sum(map(len, written)), "one rank tells for all"
-    assert f"rank 1 has not come to {waits['exchange']['name']}" in told and "test_hangs.py" in told
-    assert "rank 1 cannot be asked, and rank 0 waits in" in told
+    assert printed.count("BubbleProfiler: rank") == sum(map(len, written)), "one rank reports for all"
+    assert f"rank 1 has not come to {waits['exchange']['name']}" in printed and "test_hangs.py" in printed
+    assert "rank 1 cannot be asked, and rank 0 waits in" in printed
 
 
 @pytest.mark.slow
 def test_the_rank_that_holds_the_store_is_stopped(tmp_path: Path) -> None:
-    """The others can ask no rank, and tell of themselves."""
+    """Stop the rank that holds the store, so that the others report only themselves."""
     run_distributed(_trained, 2, tmp_path, _stops, 0, init=False)
     report = _reports(tmp_path)[0]
     assert "store" in report["ranks"][0]["silent"] and report["exchanges"][0]["waiting"] == [1]

@@ -1,4 +1,4 @@
-"""A run that ends before its time leaves a report of the steps it did."""
+"""An interrupted run leaves a report of its completed steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.shown_page import packed
 
 
 class Ends(L.Callback):
-    """Ends the run after some batches, on one rank or on all."""
+    """A callback that ends the run after some batches, on one rank or on all."""
 
     def __init__(self, how: Any, after: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         self.how, self.after, self.ranks = how, after, ranks
@@ -69,7 +69,7 @@ def _run(folder: Path, how: Any, after: int, ranks: tuple[int, ...] = (0, 1), fr
 
 
 def _is_incomplete(folder: Path, reason: str, steps: int = 8) -> bool:
-    """Whether all files say so; the report has ``steps`` at least."""
+    """Return whether all files name the interruption and the report has at least ``steps`` steps."""
     document = read(folder / "report.json")
     status = document["status"]
     assert not status["complete"] and reason in status["reason"] and summary(document).startswith("INCOMPLETE: ")
@@ -105,9 +105,9 @@ def test_all_ranks_end_at_once_and_the_next_fit_is_not_bothered(tmp_path: Path) 
 
 
 def test_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
-    """By its scheduler, say, all ranks or the one that it knows: the report has the steps until then, and says so."""
-    told = ((False, (0, 1)), (True, (1,)), (True, (0,)), (True, (0, 1)))
-    cases = {f"{freescale} {ranks}": (_terminate, 12, ranks, freescale) for freescale, ranks in told}
+    """Send SIGTERM to all ranks or to one, as a scheduler does; the report has the steps until then."""
+    runs = ((False, (0, 1)), (True, (1,)), (True, (0,)), (True, (0, 1)))
+    cases = {f"{freescale} {ranks}": (_terminate, 12, ranks, freescale) for freescale, ranks in runs}
 
     def run() -> dict[str, str]:
         return {name: _run(tmp_path / name, *case) for name, case in cases.items()}
@@ -117,7 +117,7 @@ def test_a_run_that_is_told_to_stop(tmp_path: Path) -> None:
 
 
 class _DiesAtTheEnd(L.Callback):
-    """A rank is gone when the others come to the end."""
+    """End one rank before the others finish."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.global_rank == 1:

@@ -1,4 +1,4 @@
-"""What is told while training goes on: a line beside the progress bar, and the verdict in the log."""
+"""Output during training: a line beside the progress bar, and the verdict in the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE = re.compile(r"\d+\.\d% \([a-z ]+ \d+\.\d%, slowest rank [01]\)")
 
 
 class Logs(Plain):
-    """Has a metric on the bar, by any name."""
+    """A module that logs a metric with any name to the bar."""
 
     def __init__(self, metric: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Logs(Plain):
 
 
 def _shown(folder: Path, bar: Any = None, metric: str = "score", verbose: Any = None) -> tuple[str, dict[str, float], bool]:
-    """What stands on the terminal, the metrics, and whether the bar is another one afterwards."""
+    """Return the text on the terminal, the metrics, and whether the fit has replaced the bar."""
     callbacks = [profiler(folder, every_n_steps=3, verbose=verbose), *([] if bar is None else [bar()])]
     with terminal() as shown:
         fitted = fit(Logs(metric), callbacks, limit_val_batches=0, enable_progress_bar=bar is not None)
@@ -66,7 +66,7 @@ def test_a_line_beside_the_bar(tmp_path: Path) -> None:
 
 
 class Breaks(Plain):
-    """Fails at the end of the epoch."""
+    """A module that fails at the end of the epoch."""
 
     def on_train_epoch_end(self) -> None:
         raise ValueError("the model broke")
@@ -96,7 +96,7 @@ def test_the_verdict_is_in_the_log_and_printed_once(tmp_path: Path, capfd: Any) 
         (line,) = [line for line in found[name][1].splitlines() if "Verdict:" in line]
         assert "Why:" in line and "Next:" in line
         assert line.startswith("INCOMPLETE: ValueError: the model broke") == (name == "fails")
-    told = "".join(shown for shown, _ in found.values()) + captured.out + captured.err
-    assert told.count("Verdict:") == 3 and "Verdict:" not in found["quiet"][0] + found["quiet"][1]
-    assert told.count("Where the time went:") == 3 and told.count("full report: ") == 2
-    assert told.count("profiler overhead") == 1 and told.count("written: ") == 3, "everything else only with verbose=True"
+    printed = "".join(shown for shown, _ in found.values()) + captured.out + captured.err
+    assert printed.count("Verdict:") == 3 and "Verdict:" not in found["quiet"][0] + found["quiet"][1]
+    assert printed.count("Where the time went:") == 3 and printed.count("full report: ") == 2
+    assert printed.count("profiler overhead") == 1 and printed.count("written: ") == 3, "everything else only with verbose=True"

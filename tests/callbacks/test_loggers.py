@@ -1,4 +1,4 @@
-"""What loggers hold when a profiled run has ended: by the loggers' own packages, where they are installed."""
+"""The contents of loggers after a profiled run, read with the loggers' own packages if they are installed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tensorboard_has_the_summary_and_a_picture(tmp_path: Path) -> None:
 
 
 class Full(TensorBoardLogger):
-    """Takes numbers and nothing else."""
+    """A logger that accepts only numbers."""
 
     @property
     def experiment(self) -> Any:

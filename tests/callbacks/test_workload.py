@@ -1,4 +1,4 @@
-"""What a run is and what its steps work on, as the profiler is told."""
+"""The description of a run and of the work of its steps for the profiler."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.helpers.recommender import Recommender, Samples, collate, trainer
 from tests.strategy.test_padded_batches import COLLATE, LENGTHS, Histories, Padded
 
 
-class Telling(L.Callback):
-    """What :func:`work_of_step` and :func:`plan_of_step` say of every step, and the samples and the plan that it really had.
+class Recorder(L.Callback):
+    """Record the results of :func:`work_of_step` and :func:`plan_of_step` for every step, and its actual samples and plan.
 
     With ``refit`` the costs of the second epoch were fitted, and gave that model.
     """
 
     def __init__(self, *refit: CostModel | None) -> None:
-        self.refit, self.told = refit, []
+        self.refit, self.recorded = refit, []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.run = describe_run(trainer, module, None)
@@ -46,11 +46,11 @@ class Telling(L.Callback):
         plan = plan_of_step(trainer, batch_idx)
         found = sampler.step_plan(trainer.current_epoch, batch_idx).balance if self.refit else None
         work = work_of_step(trainer, batch, batch_idx)
-        self.told.append((*work, batch["index"].tolist(), trainer.current_epoch, plan, found))
+        self.recorded.append((*work, batch["index"].tolist(), trainer.current_epoch, plan, found))
 
 
 class WithPlainTable(Recommender):
-    """One of its tables is an ``nn.Embedding``."""
+    """A module with an ``nn.Embedding`` as one of its tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _lengths(sample: dict[str, Any]) -> int:
 
 
 def test_what_a_data_module_knows_of_its_steps() -> None:
-    """Of costs that are as given but for what a step takes besides them, too, it is said that they were fitted."""
+    """Report costs as fitted also if only the base of a step was fitted."""
     free, data, planned = BalanceOptions(assignment_mode="free"), Samples(50), Samples(48)
     limited = BalanceOptions(calibrate=False, max_tokens_per_rank=1000)
     loaders = {
@@ -80,28 +80,28 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
     def run() -> dict[str, Any]:
         found = {}
         for name, loader in loaders.items():
-            telling = Telling(*refits.get(name, ()))
-            trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Recommender(), loader())
-            found[name] = telling.told
+            recorder = Recorder(*refits.get(name, ()))
+            trainer(devices=2, max_epochs=2, callbacks=[recorder]).fit(Recommender(), loader())
+            found[name] = recorder.recorded
         for overlap in (True, False):
-            telling, strategy = Telling(), FreeScaleStrategy(shard=["plain"], overlap=overlap)
+            recorder, strategy = Recorder(), FreeScaleStrategy(shard=["plain"], overlap=overlap)
             small = FreeScaleDataModule(Samples(16), Samples(16).lengths, 4, collate_fn=collate)
-            trainer(devices=2, strategy=strategy, callbacks=[telling]).fit(WithPlainTable(), small)
-            found["on" if overlap else "off"] = telling.run
+            trainer(devices=2, strategy=strategy, callbacks=[recorder]).fit(WithPlainTable(), small)
+            found["on" if overlap else "off"] = recorder.run
         return found
 
     ranks = run_distributed(run, 2)
     for name in ("lengths", "costs", "stream"):
-        lengths, told = data.lengths.numpy(), [rank[name] for rank in ranks]
-        for count, features, cost, samples, *_ in (step for of_rank in told for step in of_rank):
+        lengths, recorded = data.lengths.numpy(), [rank[name] for rank in ranks]
+        for count, features, cost, samples, *_ in (step for of_rank in recorded for step in of_rank):
             mine = lengths[samples]
             costs = mine if name == "costs" else CostModel()(mine)
             expected = sample_features(mine).sum(axis=0) if name == "lengths" else [len(mine), costs.sum(), 0, 0]
             assert count == len(samples), name
             np.testing.assert_allclose(features, expected, err_msg=name)
             assert cost == pytest.approx(costs.sum()), name
-        assert len({len(step[3]) for of_rank in told for step in of_rank}) > 1, "counts differ, so each step needs its own"
-        assert len(told[0]) == len(told[1]) >= 2 * (50 // 8)
+        assert len({len(step[3]) for of_rank in recorded for step in of_rank}) > 1, "counts differ, so each step needs its own"
+        assert len(recorded[0]) == len(recorded[1]) >= 2 * (50 // 8)
     for name in ("balanced", "as drawn"):
         assert {plan for *_, plan, _ in ranks[1][name]} == {None} and len(ranks[0][name]) == 12
         for *_, epoch, plan, found in ranks[0][name]:
@@ -126,27 +126,27 @@ PADDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class TellingPadding(L.Callback):
-    """The plan's word on every step, and what this rank really computed: tokens and padding."""
+class PaddingRecorder(L.Callback):
+    """A callback that records the plan of every step, and the tokens and padding of this rank."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, int, int, int]] = []
+        self.recorded: list[tuple[Any, int, int, int]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         parts = getattr(batch, "batches", [batch])
         rows = [part if isinstance(part, torch.Tensor) else part[0] for part in parts]
         padding = sum(int((each == 0).sum()) for each in rows)
-        self.told.append((plan_of_step(trainer, batch_idx), padding, sum(each.numel() for each in rows), len(rows)))
+        self.recorded.append((plan_of_step(trainer, batch_idx), padding, sum(each.numel() for each in rows), len(rows)))
 
 
 def test_the_share_of_padding_is_that_of_the_batches() -> None:
     def run() -> dict[str, Any]:
         found = {}
         for name, (kind, options) in PADDED.items():
-            telling = TellingPadding()
+            recorder = PaddingRecorder()
             data = FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=COLLATE[kind], seed=3, **options)
-            trainer(devices=2, max_epochs=2, callbacks=[telling]).fit(Padded(), data)
-            found[name] = telling.told
+            trainer(devices=2, max_epochs=2, callbacks=[recorder]).fit(Padded(), data)
+            found[name] = recorder.recorded
         return found
 
     ranks = run_distributed(run, 2, timeout=240)
@@ -174,7 +174,7 @@ def test_a_plain_loader_tells_samples_alone() -> None:
 
 @dataclass(slots=True)
 class Record:
-    """A user's own batch, or sample."""
+    """A batch or sample of a class of the user."""
 
     x: torch.Tensor
     others: Any = None
@@ -253,9 +253,9 @@ def test_lengths_that_the_user_knows_come_first() -> None:
         (None, "None"),
         ([], "(0,)"),
         ([[1.0, 2.0]], "(1, 2)"),
-        ([3.0, float("nan")], "nan in it"),
-        ([3.0, -2.0], "-2.0 in it"),
-        ([3.0, float("inf")], "inf in it"),
+        ([3.0, float("nan")], "contains nan"),
+        ([3.0, -2.0], "contains -2.0"),
+        ([3.0, float("inf")], "contains inf"),
         (["a", "b"], "'a'"),
         ([[1.0], [1.0, 2.0]], "[[1.0], [1.0, 2.0]]"),
         (torch.ones(2, device="meta"), "meta"),
@@ -294,7 +294,7 @@ def test_what_a_run_is(monkeypatch: Any) -> None:
 
 
 def _work(steps: int, ranks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of 16 samples on every rank; a sample takes 1 ms and 0.1 ms per token, the last rank half as much again."""
+    """Fit steps of 16 samples per rank. A sample takes 1 ms plus 0.1 ms per token; the last rank is slower by half."""
     lengths = np.random.default_rng(seed).integers(1, 100, (steps, ranks, 16))
     features = sample_features(lengths).sum(axis=2)
     slowness = np.where(np.arange(ranks) == ranks - 1, 1.5, 1.0)

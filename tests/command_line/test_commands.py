@@ -1,4 +1,4 @@
-"""Each command as a user types it, in this process or in forked ranks."""
+"""Tests of each command, in this process or in forked ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ data:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Any) -> Path:
-    """It is the current one."""
+    """Return a folder with data and a configuration, which is the current folder."""
     write_shop(tmp_path, users=24)
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: Any) -> Path:
 
 @pytest.fixture
 def fails(capsys: Any) -> Fails:
-    """Runs a command that exits with 2; returns what it says."""
+    """Return a function that runs a command, which must exit with 2, and returns its error message."""
 
     def run(*words: Any) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -57,18 +57,18 @@ def fails(capsys: Any) -> Fails:
     return run
 
 
-def test_without_a_command_it_tells_which_there_are(capsys: Any, fails: Fails, monkeypatch: Any) -> None:
+def test_without_a_command_it_lists_the_commands(capsys: Any, fails: Fails, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["freescale"])
     runpy.run_module("lightning_freescale", run_name="__main__")
-    told = capsys.readouterr().out
-    assert all(f"\n  {name} " in told for name in COMMANDS)
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
     main(["--version"])
     assert f"lightning-freescale {__version__}" in capsys.readouterr().out
     assert "'simulate'?" in fails("simulat") and "fit, validate" in fails("xyz")
 
 
 def test_fit_and_test_from_a_config(folder: Path, capfd: Any) -> None:
-    """Two ranks with the package's strategy; the weights of the checkpoint load into the plain module."""
+    """Train and test on two ranks with the package's strategy, and load the weights into the plain module."""
 
     def run() -> None:
         keep = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=kept", "--trainer.callbacks.filename=last"]
@@ -82,7 +82,7 @@ def test_fit_and_test_from_a_config(folder: Path, capfd: Any) -> None:
     assert torch.load("weights.pt")["items.weight"].shape == (40, 4)
 
 
-def test_a_wrong_key_is_told_with_the_nearest(folder: Path, fails: Fails) -> None:
+def test_a_wrong_key_is_reported_with_the_nearest(folder: Path, fails: Fails) -> None:
     path = folder / "config.yaml"
     config = path.read_text()
     missed = []
@@ -95,7 +95,7 @@ def test_a_wrong_key_is_told_with_the_nearest(folder: Path, fails: Fails) -> Non
     ):
         path.write_text(config.replace(right, wrong, 1))
         said = fails("fit", "--config", "config.yaml")
-        missed += [] if f"did you mean {nearest!r}?" in said else [(wrong, said)]
+        missed += [] if f"Did you mean {nearest!r}?" in said else [(wrong, said)]
     assert missed == []
 
 
@@ -104,10 +104,10 @@ def test_balance_writes_each_sample_of_an_epoch_once(tmp_path: Path, capsys: Any
     lengths.write_text("\n".join(str(1 + 37 * n % 200) for n in range(48)))
     words = ["balance", "--lengths", str(lengths), "--ranks", "4", "--batch-size", "3", "--epochs", "2", "--plan", str(plan)]
     main(words)
-    told = capsys.readouterr().out
-    assert told.startswith("lengths.txt: 48 samples") and "4 ranks; cost 320 L + 1 L²; tokens: L" in told
-    assert [told.count(f"\n{row}  ") for row in ("compute", "tokens ")] == [2, 2]
-    assert "epoch 1: imbalance over 4 steps" in told and str(plan) in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("lengths.txt: 48 samples") and "4 ranks; cost 320 L + 1 L²; tokens: L" in printed
+    assert [printed.count(f"\n{row}  ") for row in ("compute", "tokens ")] == [2, 2]
+    assert "epoch 1: imbalance over 4 steps" in printed and str(plan) in printed
     steps = [json.loads(line) for line in plan.read_text().splitlines()]
     for epoch in (0, 1):
         of_epoch = [step for step in steps if step["epoch"] == epoch]
@@ -128,13 +128,13 @@ def test_balance_simulate_and_profile_are_the_modules_own(capsys: Any) -> None:
         assert f"usage: freescale {' '.join(words[:2])} " in capsys.readouterr().out
 
 
-def test_consolidate_leaves_out_what_is_not_weights(tmp_path: Path, capsys: Any, fails: Fails) -> None:
+def test_consolidate_writes_only_weights(tmp_path: Path, capsys: Any, fails: Fails) -> None:
     kept, weights = tmp_path / "a.ckpt", tmp_path / "weights.pt"
     torch.save({"state_dict": {"w": torch.arange(3.0)}, "optimizer_states": [1], "path": tmp_path}, kept)
     assert "--trust" in fails("consolidate", kept, weights)
     main(["consolidate", str(kept), str(weights), "--trust"])
     assert "1 tensors" in capsys.readouterr().out and torch.load(weights).keys() == {"w"}
-    assert f"{weights} is there" in fails("consolidate", kept, weights, "--trust")
+    assert f"{weights} exists" in fails("consolidate", kept, weights, "--trust")
     main(["consolidate", str(kept), str(weights), "--trust", "--force"])
     assert "none.ckpt" in fails("consolidate", tmp_path / "none.ckpt", weights)
     torch.save([1], tmp_path / "list.pt")
@@ -148,8 +148,8 @@ def test_consolidate_leaves_out_what_is_not_weights(tmp_path: Path, capsys: Any,
 
 
 @pytest.fixture
-def told(capsys: Any, tmp_path: Path) -> Callable[..., str]:
-    """What the command prints; of what it refuses, the error."""
+def simulated(capsys: Any, tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs the command and returns its output, or its error message if it fails."""
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(map(str, np.random.default_rng(0).lognormal(4, 1, 300).round() + 1)))
 
@@ -166,13 +166,13 @@ def told(capsys: Any, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_table_of_all_techniques_what_it_rests_on_and_files(told: Callable[..., str], tmp_path: Path) -> None:
+def test_a_table_of_all_techniques_its_assumptions_and_files(simulated: Callable[..., str], tmp_path: Path) -> None:
     files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "png", "html")}
-    out = told("--compute-ms", "50:100:200", "--json", files["json"], "--plot", files["png"], "--page", files["html"])
+    out = simulated("--compute-ms", "50:100:200", "--json", files["json"], "--plot", files["png"], "--page", files["html"])
     assert out.startswith("lengths.txt: 300 samples") and "4 steps of 8 histories" in out
     for line in ("   16  plain ", "       balance + overlap ", "       + two levels "):
         assert f"\n{line}" in out
-    assert "assumed: --compute-ms" in out and "rows: 10,000,000 of 1024 bytes" in out
+    assert "assumed: --compute-ms" in out and "rows: 10,000,000; 1024 bytes" in out
     assert not any(line != line.rstrip() for line in out.splitlines())
     found = json.loads(files["json"].read_text())
     assert {each["ranks"] for each in found["predicted"]} == {4, 16}
@@ -181,17 +181,17 @@ def test_a_table_of_all_techniques_what_it_rests_on_and_files(told: Callable[...
     assert files["png"].stat().st_size > 10_000 and "<title>Predicted steps</title>" in files["html"].read_text()
 
 
-def test_techniques_are_added_one_by_one(told: Callable[..., str], tmp_path: Path) -> None:
-    out = told("--compute-ms", 100, "--techniques", "overlap,dedup,micro_batches=2", "--json", tmp_path / "found.json")
+def test_techniques_are_added_one_by_one(simulated: Callable[..., str], tmp_path: Path) -> None:
+    out = simulated("--compute-ms", 100, "--techniques", "overlap,dedup,micro_batches=2", "--json", tmp_path / "found.json")
     names = [each["name"] for each in json.loads((tmp_path / "found.json").read_text())["predicted"]][:4]
     assert names == ["plain", "overlap", "+ dedup", "+ micro_batches=2"] and "balance" not in out
 
 
-def test_what_is_told_takes_the_place_of_what_is_assumed(told: Callable[..., str], tmp_path: Path) -> None:
+def test_options_replace_assumptions(simulated: Callable[..., str], tmp_path: Path) -> None:
     network = tmp_path / "network.json"
     network.write_text('{"bandwidth": {"value": 1e9, "word": "measured", "source": "nccl-tests"}, "ranks_per_node": 2}')
     others = ("--host-ms", 3, "--dense-mb", "10:20:40", "--collision-rate", "0.3@8", "--rows", 100000, "--network", network)
-    out = told("--compute-ms", 100, "--attention", 0.2, "--contention", 0.07, "--late-weights", 0.4, *others)
+    out = simulated("--compute-ms", 100, "--attention", 0.2, "--contention", 0.07, "--late-weights", 0.4, *others)
     for line in (
         "3 ms, assumed: --host-ms",
         "20 (10 - 40) MB, assumed: --dense-mb",
@@ -199,14 +199,14 @@ def test_what_is_told_takes_the_place_of_what_is_assumed(told: Callable[..., str
         "0.4, assumed: --late-weights",
         "1 GB/s, measured: nccl-tests",
         "from a collision rate of 0.300, --collision-rate, at 8 ranks",
-        "rows: 100,000 of 1024 bytes for an item; 2 ranks per node",
+        "rows: 100,000; 1024 bytes per item; 2 ranks per node",
     ):
         assert line in out
-    assert "0.7, assumed: --exponent" in told("--compute-ms", 100, "--exponent", 0.7)
+    assert "0.7, assumed: --exponent" in simulated("--compute-ms", 100, "--exponent", 0.7)
 
 
-def test_compute_that_a_run_has_measured(told: Callable[..., str], tmp_path: Path) -> None:
-    """Every rank's step takes 2 ms, and 30 us for an item: that is what the fit to the report's series finds."""
+def test_compute_from_a_report(simulated: Callable[..., str], tmp_path: Path) -> None:
+    """Fit a report in which every rank's step takes 2 ms plus 30 us per item."""
     rng, report = np.random.default_rng(1), tmp_path / "report.json"
     histories = rng.lognormal(4, 1, (30, 2, 8)).round() + 1
     seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
@@ -215,7 +215,7 @@ def test_compute_that_a_run_has_measured(told: Callable[..., str], tmp_path: Pat
     sums = np.stack([np.ones_like(histories), histories, histories**2, 0 * histories], axis=-1).sum(axis=2)
     made["series"]["features"] = sums.tolist()
     report.write_text(json.dumps(made))
-    told("--report", report, "--json", tmp_path / "found.json")
+    simulated("--report", report, "--json", tmp_path / "found.json")
     known = json.loads((tmp_path / "found.json").read_text())["known"]
     for name, value in (("linear", 3e-5), ("quadratic", 2e-8), ("base", 0.002)):
         assert known[name]["word"] == "measured" and known[name]["source"] == "report.json", name
@@ -223,10 +223,10 @@ def test_compute_that_a_run_has_measured(told: Callable[..., str], tmp_path: Pat
         assert known[name]["low"] < known[name]["value"] < known[name]["high"], name
     assert known["host"]["word"] == "measured" and known["host"]["value"] == pytest.approx(0.004)
     report.write_text("{")
-    assert "report.json" in told("--report", report, fails=True)
+    assert "report.json" in simulated("--report", report, fails=True)
 
 
-def test_what_a_simulation_refuses(told: Callable[..., str]) -> None:
+def test_what_a_simulation_refuses(simulated: Callable[..., str]) -> None:
     missed = []
     for words, said in (
         ((), "--compute-ms --report"),
@@ -243,6 +243,6 @@ def test_what_a_simulation_refuses(told: Callable[..., str]) -> None:
         (("--compute-ms", 1, "--collision-rate", "0.999@4", "--rows", 100000000), "number of rows"),
         (("--compute-ms", 1, "--network", "none.json"), "none.json"),
     ):
-        error = told(*words, fails=True)
+        error = simulated(*words, fails=True)
         missed += [] if said in error else [(words, error)]
     assert missed == []

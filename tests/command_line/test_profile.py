@@ -1,4 +1,4 @@
-"""``freescale profile run`` as a user types it, on scripts that know nothing of it."""
+"""Tests of ``freescale profile run`` on scripts without a profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 
 from lightning_freescale import BubbleProfiler
-from lightning_freescale.callbacks.added_profiler import AddedProfiler
+from lightning_freescale.callbacks.bubble_profiler import AddedProfiler
 from lightning_freescale.command_line.main import main
 from lightning_freescale.command_line.profiled_script import VARIABLE
 from lightning_freescale.profiling.reporting.document import read
@@ -46,15 +46,15 @@ QUIET = dict(
     enable_model_summary=False,
 )
 """
-# what the script is told, and what it sees of itself
+# prints the arguments of the script and how it was started
 TRAIN = (
     "import sys; assert 'torch' not in sys.modules, 'it is imported already'\n"
     + MODEL
     + """
 if __name__ == "__main__":
     devices, strategy = sys.argv[1:3]
-    told = [sys.argv[1:], os.path.basename(__file__), sys.modules["__main__"].Net is Net, sys.path[0] == os.getcwd()]
-    print(f"rank {os.environ.get('LOCAL_RANK', '0')} sees {told}", flush=True)
+    seen = [sys.argv[1:], os.path.basename(__file__), sys.modules["__main__"].Net is Net, sys.path[0] == os.getcwd()]
+    print(f"rank {os.environ.get('LOCAL_RANK', '0')} sees {seen}", flush=True)
     L.Trainer(**QUIET, devices=int(devices), strategy=strategy).fit(Net())
 """
 )
@@ -63,7 +63,7 @@ SEEN = "sees [['2', '{}'], 'train.py', True, True]"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A user's folder with a script."""
+    """Return a folder with a script."""
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 
@@ -79,7 +79,7 @@ def _run(folder: Path, command: list[str], *words: Any, code: int = 0) -> subpro
 
 @pytest.fixture
 def profile(folder: Path, monkeypatch: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command in this process until it gives way to the script, which has a process of its own."""
+    """Return a function that runs the command in this process until it would start the script, which runs in a subprocess."""
 
     def run(*words: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
         started: list[list[str]] = []
@@ -101,7 +101,7 @@ def _script(folder: Path, text: str) -> str:
 
 
 def test_ranks_that_lightning_starts_are_profiled(folder: Path) -> None:
-    """Lightning starts rank 1 as ``python train.py 2 ddp``."""
+    """Profile rank 1, which Lightning starts as ``python train.py 2 ddp``."""
     done = _run(folder, COMMAND, "--dirpath", "mine", "train.py", 2, "ddp")
     assert [f"rank {rank} {SEEN.format('ddp')}" in done.stdout for rank in (0, 1)] == [True, True]
     document = read(folder / "mine" / "report.json")
@@ -130,7 +130,7 @@ def test_any_launcher(folder: Path, launcher: list[str], words: list[str], strat
 
 
 def test_every_fit_of_every_trainer_is_profiled_and_the_scripts_own_profiler_stays(folder: Path, profile: Any) -> None:
-    """Each fit has a folder of its own; a list of callbacks may be given to two Trainers."""
+    """Write each fit to a separate folder, also when two Trainers share a list of callbacks."""
     script = _script(
         folder,
         MODEL
@@ -153,7 +153,7 @@ trainer.fit(Net())
 
 
 def test_it_ends_as_the_script_does(folder: Path, profile: Any) -> None:
-    """A line in the file of fits stands for a fit."""
+    """Exit with the status of a script that adds a line to the file of fits itself."""
     fits = f"import json, os, sys\nopen(json.loads(os.environ[{VARIABLE!r}])['fits'], 'a').write('0\\n')\n"
     ends = (("raise KeyError('mine')", 1, "KeyError: 'mine'"), ("sys.exit(7)", 7, ""), ("sys.exit('no disk')", 1, "no disk"))
     for end, code, said in (*ends, ("sys.exit()", 0, ""), ("pass", 0, "")):
@@ -161,7 +161,7 @@ def test_it_ends_as_the_script_does(folder: Path, profile: Any) -> None:
         assert said in error and ('script.py", line 3' in error) == said.startswith("KeyError"), end
     done = profile(_script(folder, "import sys\nprint('ended', sys.argv[1:])\n"), "--dirpath", "mine", code=2)
     assert "script.py" in done.stderr and "nothing was profiled" in done.stderr
-    assert done.stdout == "ended ['--dirpath', 'mine']\n", "what stands behind the script is the script's"
+    assert done.stdout == "ended ['--dirpath', 'mine']\n", "words after the script are arguments of the script"
     assert {path.name for path in folder.iterdir()} == {"train.py", "script.py"}, "nothing else is left"
 
 
@@ -188,7 +188,7 @@ def test_a_script_or_a_package_sees_of_itself_what_it_sees_under_python(folder: 
 
 @pytest.fixture
 def fails(capsys: Any) -> Callable[..., str]:
-    """Runs a command that exits with 2; returns what it says."""
+    """Return a function that runs a command, which must exit with 2, and returns its error message."""
 
     def run(*words: str) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -209,7 +209,7 @@ def fails(capsys: Any) -> Callable[..., str]:
         (["--dirpath", "bubbles"], "required: train.py"),
     ],
 )
-def test_what_cannot_be_run_is_told(
+def test_what_cannot_be_run_is_reported(
     words: list[str], said: str, fails: Callable[..., str], monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def test_what_cannot_be_run_is_told(
     assert said in fails("profile", "run", *words)
 
 
-def test_an_installation_without_the_entry_point_is_told(folder: Path, fails: Any, monkeypatch: Any) -> None:
+def test_an_installation_without_the_entry_point_is_reported(folder: Path, fails: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("lightning_freescale.command_line.profile._HOOK", "no.such_group")
     assert "pip install -e ." in fails("profile", "run", str(folder / "train.py"))
 
@@ -227,7 +227,7 @@ def test_other_trainers_get_nothing(monkeypatch: Any, tmp_path: Path) -> None:
         callbacks = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path).callbacks
         return [type(callback).__name__ for callback in callbacks if isinstance(callback, (AddedProfiler, BubbleProfiler))]
 
-    import pytorch_lightning as pl  # whose callbacks are of other classes
+    import pytorch_lightning as pl  # its callbacks have other base classes
 
     assert added() == []
     pl.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""What FreeScaleDataModule is given: a bad argument is refused when it is made, by an error that names it; and its loader."""
+"""Arguments of FreeScaleDataModule, whose constructor refuses invalid ones by name, and its loaders."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_steps_cut_by_tokens_or_cost() -> None:
 
 
 def test_an_accumulation_schedule_that_does_not_change_is_a_window() -> None:
-    """Before its first epoch the Trainer still has ``accumulate_grad_batches=1``."""
+    """Schedule accumulation although the Trainer has ``accumulate_grad_batches=1`` before its first epoch."""
     schedules = [([], 3), ([{0: 4}], 4), ([{0: 4, 2: 4}], 4), ([{0: 4}, {0: 4}], 4)]
     for given, window in [*schedules, ([{0: 4}, {1: 4}], 1), ([{0: 1, 1: 4}], 1), ([{1: 4}], 1)]:
         data = FreeScaleDataModule(list(range(32)), np.arange(1.0, 33), 4)
@@ -133,7 +133,7 @@ PARQUET: Any = class_from_function(FreeScaleDataModule.from_parquet)
 
 
 def _from_yaml(made_by: Any, text: str) -> FreeScaleDataModule:
-    """Return what LightningCLI makes of a ``data:`` section."""
+    """Return the data module that LightningCLI creates from a ``data:`` section."""
     parser: Any = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(made_by, "data")
     config = parser.parse_string(f"data: {{{text}}}")
@@ -209,7 +209,7 @@ def test_a_window_is_for_several_ranks_and_ends_where_the_trainer_does() -> None
     data.trainer = L.Trainer(accumulate_grad_batches=4, limit_train_batches=6, logger=False, enable_progress_bar=False)
     drawn = [data.sampler(0, 1).global_batch(0, step).tolist() for step in range(24)]
     alone = data.train_dataloader().sampler
-    assert [alone.global_batch(0, step).tolist() for step in range(24)] == drawn, "nobody waits for a rank alone"
+    assert [alone.global_batch(0, step).tolist() for step in range(24)] == drawn, "a single rank waits for no other rank"
     data._rank_and_world_size = lambda: (0, 2)  # type: ignore[method-assign]
     shared = data.train_dataloader().sampler
     assert [shared.batches.begun_window(0, batches) for batches in (3, 4, 5, 7)] == [(0, 4), (4, 0), (4, 2), (7, 0)]

@@ -1,4 +1,4 @@
-"""Where batches are padded, validation and test group samples of similar length; no sample or batch is lost or added."""
+"""Validation and test group samples of similar length if batches are padded, without losing or adding samples or batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _sized(samples: int, seed: int = 0) -> Sized:
 
 
 def _plans(dataset: Any, ranks: int, balance: Any = PADDED, limit: int | float = 1.0, loader: str = "val") -> Plan:
-    """Return the batches of each rank, as they are loaded."""
+    """Return the batches of each rank in loading order."""
     plans: Plan = []
     for rank in range(ranks):
         data = FreeScaleDataModule(dataset, np.ones(len(dataset)), 8, balance=balance, **{f"{loader}_dataset": dataset})

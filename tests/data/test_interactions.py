@@ -1,4 +1,4 @@
-"""Interactions in files as users have them: formats are found or named, ids stay as written, unclear files are refused."""
+"""Interactions in files of users: formats are detected or given, ids stay as written, ambiguous files are refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _lines(rows: list[tuple[Any, ...]], delimiter: str) -> str:
     return "".join(delimiter.join(map(str, row)) + "\n" for row in rows)
 
 
-def _told(histories: Histories) -> dict[Any, list[tuple[Any, Any]]]:
-    """Items and times of every user, by the source's ids."""
+def _grouped_by_user(histories: Histories) -> dict[Any, list[tuple[Any, Any]]]:
+    """Return items and times of every user, by the source's ids."""
     items = histories.item_ids[histories.items].tolist()
     places = list(zip(items, histories.times.tolist()))
     return {u: places[a:b] for u, a, b in zip(histories.user_ids.tolist(), histories.offsets, histories.offsets[1:])}
@@ -44,11 +44,11 @@ def test_delimiters_and_headers(delimiter: str, suffix: str, header: bool, tmp_p
     names = [("user", "item", "time")] if header else []
     path = _text(tmp_path, _lines([*names, *ROWS], delimiter), f"rows{suffix}")
     said = {"delimiter": delimiter} if "|" in delimiter else {}
-    assert _told(read_interactions(path, user=0, item=1, time=2, **said)) == EXPECTED
-    assert _told(read_interactions(path, user=0, item=1, time=2, delimiter=delimiter, header=header)) == EXPECTED
+    assert _grouped_by_user(read_interactions(path, user=0, item=1, time=2, **said)) == EXPECTED
+    assert _grouped_by_user(read_interactions(path, user=0, item=1, time=2, delimiter=delimiter, header=header)) == EXPECTED
     if header:
-        assert _told(read_interactions(path, **said)) == EXPECTED
-        assert _told(read_interactions(path, item=1, **said)) == EXPECTED
+        assert _grouped_by_user(read_interactions(path, **said)) == EXPECTED
+        assert _grouped_by_user(read_interactions(path, item=1, **said)) == EXPECTED
         return
     with pytest.raises(ValueError, match=r"'7', '100', '1'.* 'user'"):
         read_interactions(path, **said)
@@ -57,7 +57,7 @@ def test_delimiters_and_headers(delimiter: str, suffix: str, header: bool, tmp_p
 @pytest.mark.parametrize("order", ["given", "sort"])
 @pytest.mark.parametrize("scale", [1, 10**13, 0.5], ids=["packed", "too large to pack", "floats"])
 def test_any_order_of_rows(order: str, scale: float) -> None:
-    """As a stable sort by user, and by time, groups them."""
+    """Group rows as a stable sort by user, and optionally by time, does."""
     random = np.random.default_rng(0)
     users, items, times = random.integers(-50, 50, 3000), random.integers(0, 300, 3000), np.arange(3000) // 2 - 700
     if order == "sort":
@@ -75,11 +75,11 @@ def test_any_order_of_rows(order: str, scale: float) -> None:
 
 def test_other_columns_blank_lines_windows_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
     text = 'title,time,"user id",item\n"a, ""b""",1,7,100\n,2,7,300\n'
-    assert _told(read_interactions(_text(tmp_path, text), user="user id")) == {7: [(100, 1), (300, 2)]}
+    assert _grouped_by_user(read_interactions(_text(tmp_path, text), user="user id")) == {7: [(100, 1), (300, 2)]}
     text = "\ufeff\r\nuser,item,time\r\n\r\n" + _lines(ROWS, ",").replace("\n", "\r\n\r\n")
-    assert _told(read_interactions(_text(tmp_path, text))) == EXPECTED
+    assert _grouped_by_user(read_interactions(_text(tmp_path, text))) == EXPECTED
     histories = "\ufeff\r\n3 300 100\r\n\r\n7 100 300 200 \r\n"
-    assert _told(read_interactions(_text(tmp_path, histories), time=None)) == _places(EXPECTED)
+    assert _grouped_by_user(read_interactions(_text(tmp_path, histories), time=None)) == _places(EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_ids_as_written(written: list[str], ids: list[Any], tmp_path: Path) -> N
 
 
 def test_long_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the first look, which cuts a line; thousands of ids of digits alone stand before one with a letter."""
+    """Read a file longer than the sample for detection, with one id with a letter after thousands of integers."""
     rows = [(f"A{number % 100}", 1_000_000 + number, number) for number in range(5000)]
     for name, block in (("rows.txt", 1 << 24), ("rows.txt", 4096), ("rows.txt.gz", 4096)):
         monkeypatch.setattr(sources, "_BLOCK", block)
@@ -133,7 +133,7 @@ DAY = 86_400
 )
 @pytest.mark.parametrize("block", [1 << 24, 128], ids=["one block", "a block a line"])
 def test_times(written: list[str], times: list[float], block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block or one each, what decides the type; as text, as strings of a table, and as categories."""
+    """Read times from text, from strings of a table and from categories, in one block or several."""
     monkeypatch.setattr(sources, "_BLOCK", block)
     path = _text(tmp_path, "".join(f"{'u' * 50},i,{value}\n" for value in written))
     table = pa.table({"user": [1] * 3, "item": [1] * 3, "time": written})
@@ -170,23 +170,23 @@ def _places(histories: dict[Any, list[tuple[Any, Any]]]) -> dict[Any, list[tuple
 @pytest.mark.parametrize("delimiter", [" ", "\t", ",", "::"])
 @pytest.mark.parametrize("block", [1 << 24, 4], ids=["one block", "four bytes a block"])
 def test_one_line_a_user(delimiter: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As LightGCN's Gowalla and Yelp."""
+    """Read files such as LightGCN's Gowalla and Yelp."""
     monkeypatch.setattr(sources, "_BLOCK", block)
     text = _lines([(7, 100, 300, 200), (3, 300, 100)], delimiter)
     for name in ("train.txt", "train.txt.gz"):
-        assert _told(read_interactions(_text(tmp_path, text, name), time=None)) == _places(EXPECTED)
+        assert _grouped_by_user(read_interactions(_text(tmp_path, text, name), time=None)) == _places(EXPECTED)
     even = _text(tmp_path, _lines([("u", "i", "j"), ("v", "j", "i")], delimiter))
     histories = read_interactions(even, line="user", time=None, header=False)
-    assert _told(histories) == {"u": [("i", 0), ("j", 1)], "v": [("j", 0), ("i", 1)]}
+    assert _grouped_by_user(histories) == {"u": [("i", 0), ("j", 1)], "v": [("j", 0), ("i", 1)]}
     named = read_interactions(even, line="user", time=None, header=True)
-    assert _told(named) == {"v": [("j", 0), ("i", 1)]}
+    assert _grouped_by_user(named) == {"v": [("j", 0), ("i", 1)]}
 
 
 def test_two_lines_of_a_user_follow_each_other(tmp_path: Path) -> None:
     path = _text(tmp_path, "7 1 2\n3 1\n7 9\n")
-    assert _told(read_interactions(path, line="user", time=None)) == {3: [(1, 0)], 7: [(1, 0), (2, 1), (9, 2)]}
+    assert _grouped_by_user(read_interactions(path, line="user", time=None)) == {3: [(1, 0)], 7: [(1, 0), (2, 1), (9, 2)]}
     table = pa.table({"user": [7, 3, 7, 7], "item": [5, 5, 4, 5]})  # without times, rows are in order
-    assert _told(read_interactions(table, time=None)) == {3: [(5, 0)], 7: [(5, 0), (4, 1), (5, 2)]}
+    assert _grouped_by_user(read_interactions(table, time=None)) == {3: [(5, 0)], 7: [(5, 0), (4, 1), (5, 2)]}
 
 
 @pytest.mark.parametrize(
@@ -239,12 +239,12 @@ def test_what_is_not_clear(text: str, options: dict[str, Any], message: str, tmp
 
 def test_what_is_not_clear_can_be_said_by_an_option_or_the_suffix(tmp_path: Path) -> None:
     path, columns = _text(tmp_path, "a b,c\nd e,f\n"), {"user": 0, "item": 1, "time": None}
-    assert _told(read_interactions(path, **columns, delimiter=",", header=True)) == {"d e": [("f", 0)]}
+    assert _grouped_by_user(read_interactions(path, **columns, delimiter=",", header=True)) == {"d e": [("f", 0)]}
     assert read_interactions(path, **columns, delimiter=" ", header=False).user_ids.tolist() == ["a", "d"]
     for name, text, users in (("a.csv.gz", "a b,c\nd e,f\n", ["a b", "d e"]), ("a.tsv", "a,b\tc\nd,e\tf\n", ["a,b", "d,e"])):
         assert read_interactions(_text(tmp_path, text, name), **columns, header=False).user_ids.tolist() == users
     path = _text(tmp_path, "1,2,,5\n1,3,9,6\n")  # no header above a missing value
-    assert _told(read_interactions(path, user=0, item=1, time=3)) == {1: [(2, 5), (3, 6)]}
+    assert _grouped_by_user(read_interactions(path, user=0, item=1, time=3)) == {1: [(2, 5), (3, 6)]}
 
 
 @pytest.mark.parametrize(("delimiter", "block"), [("\t", 1 << 24), ("\t", 40), ("::", 1 << 24)])
@@ -255,7 +255,7 @@ def test_quotation_marks_have_no_meaning_without_commas(
     artists = ['"Heroes', "a", '"Weird Al" Yankovic', "b", 'Sign "O"', '"c', '"']
     rows = [(user, artist, time) for user in (1, 2) for time, artist in enumerate(artists)]
     histories = read_interactions(_text(tmp_path, "\n" + _lines(rows, delimiter)), user=0, item=1, time=2, header=False)
-    assert _told(histories) == {user: [(artist, time) for time, artist in enumerate(artists)] for user in (1, 2)}
+    assert _grouped_by_user(histories) == {user: [(artist, time) for time, artist in enumerate(artists)] for user in (1, 2)}
 
 
 def test_a_delimiter_of_two_bytes_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_delimiter_of_two_bytes_across_blocks(tmp_path: Path, monkeypatch: pyt
     for block in (64, 65, 66, 67):
         monkeypatch.setattr(sources, "_BLOCK", block)
         histories = read_interactions(_text(tmp_path, text), user=0, item=1, time=2)
-        assert _told(histories) == {number: [(f"a:{number}", number)] for number in range(200)}
+        assert _grouped_by_user(histories) == {number: [(f"a:{number}", number)] for number in range(200)}
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 class _Stream:
-    """What exports an Arrow stream and is nothing else we know."""
+    """An object whose only known interface is the Arrow stream."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -292,7 +292,7 @@ class _Stream:
 
 
 class _Frame(_Stream):
-    """As a data frame of pandas or polars: columns are chosen before they are converted."""
+    """A data frame such as that of pandas or polars, whose columns are selected before they are converted."""
 
     def __init__(self, columns: dict[Any, list[Any]]) -> None:
         self.columns, self._values = list(columns), columns
@@ -307,11 +307,11 @@ class _Frame(_Stream):
 def test_frames_and_streams() -> None:
     users, items, times = map(list, zip(*ROWS))
     frame = _Frame({"title": [1, "mixed", None, 2, 3], "item": items, "user": users, "time": times})
-    assert _told(read_interactions(frame)) == EXPECTED
-    assert _told(read_interactions(frame, user=2, item="item", time=3)) == EXPECTED
+    assert _grouped_by_user(read_interactions(frame)) == EXPECTED
+    assert _grouped_by_user(read_interactions(frame, user=2, item="item", time=3)) == EXPECTED
     stream = _Stream(pa.table({"user": users, "item": items, "time": times}))
-    assert _told(read_interactions(stream)) == EXPECTED
-    assert _told(read_interactions(stream, user=0, item=1, time=2)) == EXPECTED
+    assert _grouped_by_user(read_interactions(stream)) == EXPECTED
+    assert _grouped_by_user(read_interactions(stream, user=0, item=1, time=2)) == EXPECTED
     with pytest.raises(ValueError, match=r"table has no column 'movie', only \['title', 'item', 'user', 'time'\]"):
         read_interactions(frame, item="movie")
     with pytest.raises(ValueError, match=r"\['user', 'title', 'time'\] of the table"):
@@ -334,8 +334,10 @@ def test_kinds_of_strings_and_parquet(kind: pa.DataType, tmp_path: Path) -> None
     for part in range(5):
         pa.parquet.write_table(table.slice(part, 1), folder / f"{part}.parquet")
     for source in (table, tmp_path / "rows.parquet", folder):
-        assert _told(read_interactions(source)) == {str(user): told for user, told in EXPECTED.items()}
-        assert _told(read_interactions(source, user=0, item=1, time=2)) == {str(user): told for user, told in EXPECTED.items()}
+        assert _grouped_by_user(read_interactions(source)) == {str(user): history for user, history in EXPECTED.items()}
+        assert _grouped_by_user(read_interactions(source, user=0, item=1, time=2)) == {
+            str(user): history for user, history in EXPECTED.items()
+        }
 
 
 @pytest.mark.parametrize("option", [{"delimiter": ","}, {"header": False}, {"line": "interaction"}])

@@ -1,4 +1,4 @@
-"""How batches are padded, found from the shapes of the first ones."""
+"""Detection of padding from the shapes of the first batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Plain:
 
 
 def draw(seed: int, shortest: int = 3, longest: int = 60, samples: int | None = None) -> Samples:
-    """Histories of a batch, mostly short, of another number of samples in each batch."""
+    """Return mostly short histories of a batch; the number of samples differs between batches."""
     rng = np.random.default_rng(seed)
     samples = samples or int(rng.integers(5, 12))
     lengths = shortest + (rng.random(samples) ** 2 * (longest - shortest)).astype(int)
@@ -228,7 +228,7 @@ def test_equally_long_samples_tell_nothing(collate: Callable[[Samples], Any]) ->
 
 @pytest.mark.parametrize(("length", "found"), [(400, "fixed"), (128, None)])
 def test_samples_of_nearly_one_length_far_below_the_padded_length_tell(length: int, found: str | None) -> None:
-    """A length that rounding to a multiple would explain stays open."""
+    """Leave a length undecided if rounding to a multiple also explains it."""
     detector = PaddingDetector()
     for step in range(STEPS):
         samples = draw(step, shortest=60, longest=62)

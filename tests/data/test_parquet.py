@@ -1,4 +1,4 @@
-"""Histories in Parquet files: the batches of from_interactions, and no more row groups read or held than were asked for."""
+"""Histories in Parquet files: the batches equal those of from_interactions, and the number of row groups read is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets that are read by the number of a sample although they are IterableDatasets, and lengths that are a function."""
+"""IterableDatasets that are read by the number of a sample, and lengths given as a function."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _twice(sample: dict[str, Any]) -> int:
 
 
 class _OnTwoRanks(IterableDataset):
-    """What litdata's and MosaicML's data sets have in common: numbers reach all samples, len() counts one rank's."""
+    """The common behaviour of litdata's and MosaicML's data sets: numbers reach all samples, len() counts those of one rank."""
 
     def __len__(self) -> int:
         return SIZE // RANKS
@@ -67,7 +67,7 @@ class _Mosaic(_OnTwoRanks):
 
 
 class _OfAUser(_Lit):
-    """A subclass, as users write them for a transform."""
+    """A subclass such as users write for a transform."""
 
 
 @pytest.mark.parametrize("kind", [_Lit, _Mosaic, _OfAUser])
@@ -79,8 +79,8 @@ def test_the_whole_data_set_is_planned_and_evaluated(kind: type[_OnTwoRanks], ca
         assert isinstance(data.train, MapStyleData)
         np.testing.assert_array_equal(data.train.lengths, LENGTHS)
         assert sorted(i for rank in range(RANKS) for batch in data.sampler(rank, RANKS) for i in batch) == list(range(SIZE))
-        (told,) = (record.getMessage() for record in caplog.records)
-        assert kind.__name__ in told and str(SIZE) in told
+        (warned,) = (record.getMessage() for record in caplog.records)
+        assert kind.__name__ in warned and str(SIZE) in warned
     assert sorted(sample["number"] for batch in data.train_dataloader() for sample in batch) == list(range(SIZE))
     data = FreeScaleDataModule([1], [1], collate_fn=list, val_dataset=kind(), test_dataset=kind(), predict_dataset=kind())
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
@@ -136,7 +136,7 @@ def test_functions_of_a_sample_read_a_map_style_data_set_once(
 
 
 class _OwnNumbers(IterableDataset):
-    """Its numbers may be those of one rank, and its length too."""
+    """A data set whose numbers and length may be those of one rank."""
 
     def __len__(self) -> int:
         return 3
@@ -157,7 +157,7 @@ def test_any_other_iterable_data_set_is_a_stream() -> None:
 
 
 class _AsksForMore(IterableDataset):
-    """Its state needs what only its own loader knows."""
+    """A data set whose state needs arguments that only its own loader has."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(20)
@@ -174,7 +174,7 @@ class _AsksForNothing(_AsksForMore):
         return {"some": "state"}
 
 
-def test_a_state_that_needs_arguments_is_left_alone_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_needs_arguments_is_not_used_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     named = "_AsksForMore.state_dict needs num_workers, batch_size, samples"
     with pytest.warns(UserWarning, match=named):
         data = FreeScaleDataModule(_AsksForMore(), float, 2, collate_fn=list)

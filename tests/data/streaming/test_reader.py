@@ -1,4 +1,4 @@
-"""A source gives the same samples after a resume, whether it seeks or reads again."""
+"""A source returns the same samples after a resume, whether it seeks or reads them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_freescale.data.streaming.reader import Chunk, StreamSource
 
 
 class Counted(IterableDataset):
-    """Numbers, divided among the workers; worker 0 has the fewest."""
+    """A stream of numbers, divided among the workers; worker 0 has the fewest."""
 
     samples, epoch, drawn = 50, 0, 0
 
@@ -34,7 +34,7 @@ class Counted(IterableDataset):
 
 
 class Seekable(Counted):
-    """Counts what it reads, so that a replay would show."""
+    """A stream that counts its reads, so that a replay is visible."""
 
     def __init__(self) -> None:
         self.place: dict[str, Any] = {"next": 0, "pulled": 0}

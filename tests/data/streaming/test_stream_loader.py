@@ -1,4 +1,4 @@
-"""Streams of several ranks: nothing is lost, all ranks' batches cost nearly the same, and a resume changes nothing."""
+"""Streams of several ranks: no sample is lost, batches of all ranks cost nearly the same, and a resume is exact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COSTS = np.random.RandomState(0).lognormal(4, 1.0, size=2000).round(3)
 
 
 class Part(IterableDataset):
-    """One rank's samples: (rank, number in its stream, cost), divided among the workers."""
+    """The stream of one rank, divided among the workers; a sample is (rank, number in the stream, cost)."""
 
     def __init__(self, rank: int, samples: int, breaks_at: int = -1) -> None:
         self.rank, self.samples, self.breaks_at, self.epoch = rank, samples, breaks_at, 0
@@ -50,7 +50,7 @@ class Part(IterableDataset):
 
 
 class SlowOnOne(Part):
-    """Rank 1's thread is behind that of rank 0."""
+    """A stream that is slower on rank 1."""
 
     def _sample(self, number: int) -> tuple[int, int, float]:
         time.sleep(0.003 * self.rank)
@@ -78,7 +78,7 @@ def sample_cost(sample: tuple[int, int, float]) -> float:
 
 
 def loader_of(sizes: list[int], kind: type[Part] = Part, breaks_at: int = -1, **options: Any) -> BalancedStreamLoader:
-    """This rank's; a break is on rank 1."""
+    """Return this rank's loader; ``breaks_at`` applies to rank 1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     group = dist.new_group(timeout=timedelta(seconds=20)) if len(sizes) > 1 else None
     dataset = kind(rank, sizes[rank], breaks_at if rank == 1 else -1)
@@ -90,16 +90,16 @@ def loader_of(sizes: list[int], kind: type[Part] = Part, breaks_at: int = -1, **
 
 
 def stream_threads() -> int:
-    """How many there are, without those that torch's loader workers are fed by: they end on their own."""
+    """Return the number of threads, without those that feed torch's loader workers, which end on their own."""
     return sum(thread.name != "QueueFeederThread" for thread in threading.enumerate())
 
 
 def run_streams(sizes: list[int], **options: Any) -> dict[str, Any]:
-    """The batches of this rank, and what the loader says of the steps."""
+    """Return the batches of this rank and the loader's descriptions of the steps."""
     loader = loader_of(sizes, **options)
     batches, names = list(loader), ("counts", "costs", "unbalanced_costs", "loss_weight")
-    told = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
-    return {"batches": batches, "threads": stream_threads(), **told}
+    described = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
+    return {"batches": batches, "threads": stream_threads(), **described}
 
 
 def samples_of(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -110,8 +110,8 @@ def all_of(sizes: list[int]) -> list[tuple[int, int]]:
     return [(rank, number) for rank, size in enumerate(sizes) for number in range(size)]
 
 
-def check_told(ranks: list[dict[str, Any]], weights: bool = False) -> None:
-    """What every rank was told of the steps is what the batches are."""
+def check_steps(ranks: list[dict[str, Any]], weights: bool = False) -> None:
+    """Check that the descriptions on every rank match the batches."""
     assert len({len(rank["batches"]) for rank in ranks}) == 1, "all stop together"
     for step, batches in enumerate(zip(*(rank["batches"] for rank in ranks))):
         mine = np.array([sum((1 + s[1] if weights else 1) for s in batch) for batch in batches], dtype=float)
@@ -131,7 +131,7 @@ def test_no_sample_is_lost_also_of_uneven_streams() -> None:
     runs = run_distributed(lambda: [run_streams(sizes, weight_fn=lambda sample: 1 + sample[1]) for sizes in cases], 3)
     for sizes, *ranks in zip(cases, *runs):
         assert samples_of(ranks) == all_of(sizes)
-        check_told(ranks, weights=True)
+        check_steps(ranks, weights=True)
         counts = np.array(ranks[0]["counts"])
         assert (counts[:-1] == 4).all(), sizes
         assert counts[-1].max() - counts[-1].min() <= 1 and counts[-1].min() >= 1 and counts[-1].max() <= 5, sizes
@@ -160,7 +160,7 @@ def test_samples_are_assigned_as_those_of_a_map_style_set_or_by_another_function
 def test_drop_last_gives_whole_steps() -> None:
     ranks = run_distributed(lambda: run_streams([42, 43], drop_last=True), 2)
     assert ranks[0]["counts"] == [[4, 4]] * 10
-    check_told(ranks)
+    check_steps(ranks)
 
 
 # -- resume
@@ -258,7 +258,7 @@ def _weight(sample: tuple[int, int, float]) -> float:
 
 
 def _divided() -> list[list[float]]:
-    """Return of every step this rank's micro-batches, and what each weighs."""
+    """Return the weights of this rank's micro-batches in every step."""
     with pytest.raises(ValueError, match="1 samples"):
         list(loader_of([1, 0]))
     loader = loader_of([41, 36], weight_fn=_weight, micro_batches=MicroBatchSchedule(4, 4))
@@ -306,7 +306,7 @@ def test_stopping_early_leaves_no_thread() -> None:
 
 
 def test_works_ahead_but_not_further() -> None:
-    """The data set is read for the batches that may be made, and for no others."""
+    """Read only the samples of the batches that the thread may make."""
     read: list[int] = []
     threads = stream_threads()
 

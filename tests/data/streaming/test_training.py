@@ -1,4 +1,4 @@
-"""Streams under the Trainer: every sample once, the gradient of the global batch, and a resume that is exact."""
+"""Streams with the Trainer: every sample once, the gradient of the global batch, and exact resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW = pytest.mark.slow
 
 
 class Fixed(Rereading):
-    """Knows its own part alone."""
+    """A stream with the samples of one rank."""
 
     for_rank = property()  # type: ignore[assignment]
 
@@ -33,7 +33,7 @@ def _length(sample: dict[str, Any]) -> int:
 def _fit(
     path: Path | None = None, stop: tuple[int, Path] | None = None, kind: type[Rereading] = Stream, **options: Any
 ) -> list[list[int]]:
-    """Two epochs from the start or a checkpoint, or up to a stop; return what this rank saw in each step."""
+    """Train two epochs from the start or a checkpoint, or until a stop; return this rank's samples of each step."""
     callbacks = [] if stop is None else [StopAt(stop[0], str(stop[1]))]
     return fit(samples=SIZE, batch_size=4, data=options, stream=kind, callbacks=callbacks, resume=path).seen
 
@@ -59,7 +59,7 @@ def _one_step(batch_size: int, balance: bool = True) -> dict[str, torch.Tensor]:
 
 
 def test_assigning_samples_keeps_the_gradient() -> None:
-    """Against one rank that computes the whole global batch alone, and against the ranks' batches as read."""
+    """Compare with one rank that computes the global batch, and with the ranks' batches as read."""
     balanced = run_distributed(_one_step, 2, 8)[0]
     for other in (run_distributed(_one_step, 1, 16)[0], run_distributed(_one_step, 2, 8, False)[0]):
         for name, weight in balanced.items():
@@ -144,6 +144,6 @@ def _forking_threads(path: Path) -> set[str]:
 
 
 def test_workers_are_forked_in_the_main_thread(tmp_path: Path) -> None:
-    """Else they may inherit a lock that it holds, and wait for it for ever."""
+    """Fork workers in the main thread; otherwise they may inherit a lock of another thread and wait for it forever."""
     run_distributed(_fit, 3, stop=(3, tmp_path / "a.ckpt"), kind=Rereading, num_workers=2)
     assert run_distributed(_forking_threads, 1, tmp_path / "a.ckpt") == [{"MainThread"}]

@@ -65,7 +65,7 @@ def _overlap(exchanges: Any, cause: str, advice: str, **more: Any) -> tuple[Any,
 EMBEDDING, DENSELY, OTHERWISE = "embedding exchange", "dense communication", "other communication"
 WAYS_OUT = [
     ({"no data wait": 1.3, "full overlap": 1.1}, {}, "data loading", "num_workers=2 "),
-    ({"no data wait": 1.3}, {"num_workers": 2}, "data loading", "More workers than num_workers=2"),
+    ({"no data wait": 1.3}, {"num_workers": 2}, "data loading", "more workers than num_workers=2"),
     _balance(UNEQUAL, "imbalance of data", "FreeScaleDataModule(train_set, lengths=..., collate_fn=...)"),
     _balance(UNEQUAL, "imbalance of data", "balance=False", assignment="as drawn"),
     _balance(UNEQUAL, "imbalance of data", "'slack'", assignment="fixed"),
