@@ -1,4 +1,4 @@
-"""Steps cut by how many tokens (or how much cost) a rank may hold, instead of by a number of samples."""
+"""Steps whose size is a maximum number of tokens (or cost) of a rank, instead of a number of samples."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_freescale.balance.solver import Ints, dearest_first
 from lightning_freescale.balance.validation import is_non_negative, is_number, non_negative, whole_tokens
 
 _GOLDEN = 2654435769
-"""The golden ratio in 32 bits: its multiples lie evenly, however many there are."""
+"""The golden ratio in 32 bits, whose multiples are evenly spread."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What a rank may hold in a step at most, given to :class:`BalancedSampler` in the place of a number of samples.
+    """The maximum number of tokens of a rank and step. :class:`BalancedSampler` takes it in place of a number of samples.
 
     Args:
-        per_rank: tokens, or whatever ``sizes`` count, of a rank and step at most.
-        sizes: tokens of every sample, shape ``[samples]``.
+        per_rank: Maximum number of tokens, in the unit of ``sizes``, of a rank and step.
+        sizes: Tokens of each sample, shape ``[samples]``.
 
     Raises:
-        ValueError: an argument does not fit, or a sample alone is above ``per_rank``.
+        ValueError: An argument is invalid, or a single sample is above ``per_rank``.
 
     Examples:
         >>> from lightning_freescale.balance import BalancedSampler
@@ -45,44 +45,38 @@ class Budget:
         sizes = non_negative("Budget(sizes=...)", self.sizes)
         if sizes.max(initial=0.0) > self.per_rank:
             raise ValueError(
-                f"Budget(per_rank={self.per_rank:g}): sample {int(sizes.argmax())} alone has {sizes.max():g}. Pass at least as "
-                "many, or cut histories off"
+                f"Budget(per_rank={self.per_rank:g}) is too small: sample {int(sizes.argmax())} alone has {sizes.max():g}. "
+                "Pass at least that number, or truncate the histories."
             )
 
     @cached_property
     def in_whole_numbers(self) -> tuple[Ints, int]:
-        """The sizes, rounded up, and ``per_rank``, rounded down; multiplied by a power of two if they are no whole numbers."""
+        """The sizes, rounded up, and ``per_rank``, rounded down, as :func:`whole_tokens` returns them."""
         return whole_tokens(np.asarray(self.sizes, dtype=np.float64), self.per_rank, "Budget(sizes=...)")
 
 
 class Cut(NamedTuple):
-    """From where on an epoch has so many steps.
+    """A point in an epoch at which the remaining samples are divided into steps."""
 
-    Attributes:
-        batches: steps before it.
-        samples: samples of those.
-        steps: how many have the rest.
-    """
-
-    batches: int
-    samples: int
-    steps: int
+    batches: int  # number of steps before it
+    samples: int  # number of samples of those steps
+    steps: int  # number of steps of the remaining samples
 
 
 class BudgetSteps:
-    """Deals the samples of an epoch out to as few steps as the budget allows, the same number in every epoch.
+    """The division of an epoch into as few steps as the budget allows, the same number in every epoch.
 
-    Sorted by size, every run of as many samples as there are steps gives one to each step: the one that comes next in the
-    drawn order. So the largest of each run make the largest step that there can be, and where its samples fit, those of any
-    other step do, each on the rank of the one of its run: whatever is drawn, in every epoch. Steps have equally many samples,
-    to one, and about equally many tokens. A sample is as likely to be in any step as in any other, but two of the same run
-    never meet.
+    The samples, sorted by size, are divided into runs of as many samples as there are steps. Each step gets one sample of each
+    run: the next one in the drawn order. The largest samples of all runs together are the largest possible step. If that step
+    fits, every step of every epoch fits, with each sample on the rank of the largest one of its run. The numbers of samples of
+    two steps differ by at most one, and their numbers of tokens are about equal. A sample is equally likely to be in each
+    step, but two samples of the same run are never in the same step.
 
     Attributes:
-        full_epoch: where the steps of an epoch that is not resumed begin and end, ``steps + 1`` positions.
+        full_epoch: The boundaries of the steps of an epoch that is not resumed, ``steps + 1`` positions.
 
     Raises:
-        ValueError: there are fewer samples than ranks, or too few to cut.
+        ValueError: There are too few samples for the ranks.
     """
 
     def __init__(self, budget: Budget, ranks: int) -> None:
@@ -96,39 +90,33 @@ class BudgetSteps:
 
     @property
     def fill(self) -> float:
-        """The share of the budget that an epoch uses."""
+        """The share of the budget that an epoch uses, 0 to 1."""
         return float(self._sizes.sum()) / (self._whole.steps * self._ranks * self._limit)
 
     def cuts(self, epoch: int) -> list[Cut]:
-        """Return how an epoch is cut: more than once where it was resumed with another budget or on other ranks."""
+        """Return the cuts of an epoch: several if it was resumed with another budget or number of ranks."""
         return self._resumed[1] if epoch == self._resumed[0] else [self._whole]
 
     def for_epoch(self, epoch: int) -> list[int]:
-        """Return ``steps + 1`` positions; those before a new cut all stand where it was made."""
+        """Return the boundaries of the steps, ``steps + 1`` positions; those before the last cut are equal to it."""
         return self._edges(self.cuts(epoch)[-1])
 
     def first_step(self, epoch: int) -> int:
-        """Return the step that an epoch starts with."""
+        """Return the first step of an epoch."""
         return self._resumed[2] if epoch == self._resumed[0] else 0
 
     def ranks_within_budget(self, epoch: int, samples: Ints) -> Ints:
-        """Return a rank for every sample of a step so that none is above the budget, shape ``[samples]``."""
+        """Return a rank for each sample of a step so that no rank is above the budget, shape ``[samples]``."""
         known = self._resumed[3] if epoch == self._resumed[0] else self._ranks_of_largest
         rank_of_sample = np.empty(len(samples), dtype=np.int64)
         rank_of_sample[dearest_first(self._sizes[samples])] = known[: len(samples)]
         return rank_of_sample
 
     def resume(self, epoch: int, batches: int, drawn: Ints, cuts: Sequence[Sequence[int]] | None = None) -> None:
-        """Go on in ``epoch`` after ``batches`` steps, cut as the run before did, anew where this one needs another number.
+        """Resume ``epoch`` after ``batches`` steps; see :meth:`BalancedSampler.resume`.
 
-        Args:
-            epoch: the epoch in which the run stopped.
-            batches: steps that it had done.
-            drawn: the samples of the epoch in drawn order, shape ``[samples]``.
-            cuts: those of the run before; this one's if not given.
-
-        Raises:
-            ValueError: what is left cannot be cut.
+        The remaining samples are divided again if this run needs another number of steps for them. ``drawn`` holds the samples
+        of the epoch in drawn order, shape ``[samples]``.
         """
         made = [Cut(*cut) for cut in cuts or [self._whole]] if batches else [self._whole]
         samples, ranks_of_largest = self._edges(made[-1])[batches], self._ranks_of_largest
@@ -137,12 +125,12 @@ class BudgetSteps:
             steps, ranks_of_largest = self._fewest_steps(self._sizes[order[made[-1].samples :]], f"epoch {epoch}")
             if steps != made[-1].steps:
                 left = self._sizes[order[samples:]]
-                steps, ranks_of_largest = self._fewest_steps(left, f"what is left of epoch {epoch}")
+                steps, ranks_of_largest = self._fewest_steps(left, f"the rest of epoch {epoch}")
                 made.append(Cut(batches, samples, steps))
         self._resumed = (epoch, made, batches, ranks_of_largest)
 
     def deal(self, drawn: Ints, cuts: list[Cut]) -> Ints:
-        """Return the samples of an epoch, step by step, shape ``[samples]``; those of a step in drawn order."""
+        """Return the samples of an epoch, step by step, shape ``[samples]``; the samples of a step are in drawn order."""
         order = drawn
         for cut in cuts:
             rest = order[cut.samples :]
@@ -154,20 +142,17 @@ class BudgetSteps:
         return [cut.samples] * cut.batches + (cut.samples + np.append(0, counts.cumsum())).tolist()
 
     def _fewest_steps(self, sizes: Ints, what: str) -> tuple[int, Ints]:
-        """Return a number of steps of which every one fits, whatever is drawn, and the ranks of its largest samples.
-
-        It is the least that is found: one less does not fit.
-        """
+        """Return the smallest number of steps found to fit in any order, and the ranks of the largest step's samples."""
         ordered, most = np.sort(sizes)[::-1], len(sizes) // self._ranks
-        too_few = max(1, -(-int(sizes.sum()) // (self._ranks * self._limit))) - 1  # of empty samples, too
+        too_few = max(1, -(-int(sizes.sum()) // (self._ranks * self._limit))) - 1  # at least one step, even of empty samples
         steps, found = too_few + 1, None
         while steps <= most and (found := self._packed(ordered, steps)) is None:
             too_few, steps = steps, min(steps + max(1, 2 * (steps - too_few)), most) if steps < most else most + 1
         if found is None:
             raise ValueError(
-                f"{what}: {len(sizes)} samples for {self._ranks} ranks, with Budget(per_rank={self._budget.per_rank:g}), do "
-                "not make steps in which every rank has a sample: use fewer ranks or a larger budget, or resume from the end "
-                "of an epoch"
+                f"{what}: {len(sizes)} samples for {self._ranks} ranks cannot be divided into steps with a sample on each rank "
+                f"within Budget(per_rank={self._budget.per_rank:g}). Use fewer ranks or a larger budget, or resume from a "
+                "checkpoint made at the end of an epoch."
             )
         while steps - too_few > 1:
             between = (steps + too_few) // 2
@@ -176,17 +161,17 @@ class BudgetSteps:
         return steps, found
 
     def _packed(self, ordered: Ints, steps: int) -> Ints | None:
-        """Return the ranks of the samples of the largest step that there can be, None if they were not found to fit."""
+        """Return the ranks of the samples of the largest possible step, None if no plan within the budget was found."""
         sizes = ordered[::steps]
         rank_of_sample = assign(sizes, self._ranks, assignment_mode="free").rank_of_sample
         fits = np.bincount(rank_of_sample, sizes).max() <= self._limit
-        always = len(ordered) // steps  # the last of them is in some steps alone
+        always = len(ordered) // steps  # number of samples in every step; some steps have one more
         return rank_of_sample if fits and len(np.unique(rank_of_sample[:always])) == self._ranks else None
 
 
 def _dealt(sizes: Ints, steps: int) -> Ints:
-    """Return the places of samples, given in drawn order, step by step; see :class:`BudgetSteps`."""
-    # of equal sizes, neighbours in the drawn order come into runs far apart, so that every run is from all over the order
+    """Return the positions in the drawn order, step by step; see :class:`BudgetSteps`."""
+    # among equal sizes, neighbours in the drawn order go to distant runs, so that each run covers the whole order
     spread = np.argsort(np.arange(len(sizes)) * _GOLDEN % 2**32)
     by_size = spread[dearest_first(sizes[spread])]
     whole = len(sizes) // steps * steps
@@ -197,10 +182,9 @@ def _dealt(sizes: Ints, steps: int) -> Ints:
 
 
 def _counts(samples: int, steps: int) -> Ints:
-    """Return how many samples each step has, shape ``[steps]``."""
     return samples // steps + np.diff(_counts_of_rest(samples, steps))
 
 
 def _counts_of_rest(samples: int, steps: int) -> Ints:
-    """Return how many of the samples that are left over the first 0, 1, ... steps have: they are evenly spread."""
+    """Return how many of the samples left over by equal counts the first 0, 1, ... steps have; they are evenly spread."""
     return np.arange(steps + 1) * (samples % steps) // steps

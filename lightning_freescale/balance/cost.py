@@ -1,4 +1,4 @@
-"""The cost of a sample: compute time by history length and unique ids, from a configuration or from measured times."""
+"""The cost model of a sample: compute time by history length and unique ids, from a configuration or measured times."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from lightning_freescale.balance.validation import Floats, is_non_negative
 
 _ROUNDS, _REWEIGHTINGS, _HUBER = 5, 10, 1.345
 _CLOSE = 1e-3
-"""Rounds end where nothing changes by more."""
+"""Iterations stop when nothing changes by more."""
 _ALIKE = 0.05
-"""Ranks are taken to be equally fast unless they differ by this share."""
+"""Relative difference below which ranks count as equally fast."""
 SLOW = 1.1
-"""A rank is slow if it takes this many times what its samples explain."""
+"""Ratio of a rank's time to the time that its samples explain, above which the rank is slow."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """``constant + linear * L + quadratic * L**2 + unique * U`` for a history of length ``L`` with ``U`` unique ids.
+    """The cost ``constant + linear * L + quadratic * L**2 + unique * U`` of a history of length ``L`` with ``U`` unique ids.
 
-    Only ratios between samples matter for balancing, so the unit is free. The default fits an attention model of width 64.
+    Balancing depends only on the ratios between costs, so the unit is arbitrary. The default is an attention model of width 64.
+
+    Raises:
+        ValueError: A coefficient is not a finite number >= 0.
 
     Examples:
         >>> CostModel()([10, 1000])
@@ -41,20 +44,20 @@ class CostModel:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not is_non_negative(value):
-                raise ValueError(f"CostModel({name}={value!r}): a coefficient must be a finite number >= 0")
+                raise ValueError(f"CostModel({name}={value!r}): pass a finite number >= 0")
 
     def __call__(self, lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:
-        """Return the cost of each length; any shape in, the same shape out.
+        """Return the cost of each history, in the shape of ``lengths``.
 
         Args:
-            lengths: history lengths.
-            unique: number of unique ids in each history, the same shape; needed if they cost anything.
+            lengths: History lengths, any shape.
+            unique: Number of unique ids in each history, the same shape. Required if the coefficient ``unique`` is not 0.
 
         Raises:
             ValueError: ``unique`` is missing.
         """
         if self.unique and unique is None:
-            raise ValueError(f"CostModel(unique={self.unique!r}) needs the number of unique ids of every history: pass unique=")
+            raise ValueError(f"CostModel(unique={self.unique!r}) needs the number of unique ids of each history. Pass unique=.")
         x = np.asarray(lengths, dtype=np.float64)
         cost = self.constant + self.linear * x + self.quadratic * x * x
         return cost + self.unique * np.asarray(unique, dtype=np.float64) if self.unique else cost
@@ -63,31 +66,32 @@ class CostModel:
     def from_config(
         cls, dim: int, layers: int = 1, heads: int = 1, head_dim: int | None = None, feedforward: int = 0, candidates: int = 0
     ) -> CostModel:
-        """Count the multiply-adds of the forward of ``layers`` blocks with causal attention.
+        """Count the multiply-adds of the forward pass of ``layers`` blocks with causal attention.
 
-        Source: HSTU (arXiv 2402.17152): with ``inner = heads * head_dim``, ``5 * dim * inner * L`` for U, V, Q, K and output
-        and ``inner * L**2`` for the causal half of scores and weighted sum. For SASRec (arXiv 1808.09781) give its
-        ``feedforward``, too; its block has four projections, so the linear part comes out a little high.
+        Source: HSTU (arXiv 2402.17152). With ``inner = heads * head_dim``, a block takes ``5 * dim * inner * L`` for U, V, Q, K
+        and the output, and ``inner * L**2`` for the causal half of scores and weighted sum. For SASRec (arXiv 1808.09781), pass
+        ``feedforward``. Its blocks have four projections, so the linear part is slightly too high.
 
         Args:
-            dim: width of the embeddings.
-            layers: number of blocks.
-            heads: attention heads.
-            head_dim: width of a head; ``dim / heads`` if not given.
-            feedforward: hidden width of a feed-forward layer after attention, 0 for none.
-            candidates: items that every position is scored against in training (negatives, or the whole catalogue).
+            dim: Width of the embeddings.
+            layers: Number of blocks.
+            heads: Number of attention heads.
+            head_dim: Width of a head; ``dim / heads`` by default.
+            feedforward: Hidden width of a feed-forward layer after attention; 0 for none.
+            candidates: Number of items that each position is scored against in training.
 
         Raises:
-            ValueError: a size is not positive, or ``dim`` cannot be divided among the heads.
+            ValueError: A size is too small, or ``dim`` is not a multiple of ``heads``.
         """
         if min(dim, layers, heads) < 1 or min(feedforward, candidates) < 0 or (head_dim is not None and head_dim < 1):
             raise ValueError(
                 f"CostModel.from_config(dim={dim!r}, layers={layers!r}, heads={heads!r}, head_dim={head_dim!r}, "
-                f"feedforward={feedforward!r}, candidates={candidates!r}): sizes must be at least 1, the last two at least 0"
+                f"feedforward={feedforward!r}, candidates={candidates!r}): pass sizes of at least 1, and of at least "
+                "0 for feedforward and candidates"
             )
         if head_dim is None and dim % heads:
             raise ValueError(
-                f"CostModel.from_config(dim={dim}, heads={heads}): {heads} heads cannot share {dim}; pass head_dim="
+                f"CostModel.from_config(dim={dim}, heads={heads}): dim is not a multiple of heads. Pass head_dim=."
             )
         inner = heads * (dim // heads if head_dim is None else head_dim)
         per_token = layers * (5 * dim * inner + 2 * dim * feedforward) + dim * candidates
@@ -95,24 +99,25 @@ class CostModel:
 
     @staticmethod
     def fit(sums: ArrayLike, seconds: ArrayLike, ranks: ArrayLike | None = None) -> CostFit:
-        """Fit measured compute times: least squares of relative errors, non-negative, robust to outliers (Huber 1964).
+        """Fit measured compute times by non-negative least squares of relative errors, robust to outliers (Huber 1964).
 
-        Alternates with an estimate of how slow each rank is, so that a slow rank does not pass for expensive samples.
+        The fit alternates with an estimate of the slowness of each rank, so that the samples of a slow rank do not look
+        expensive.
 
         Args:
-            sums: for every rank and step the sums over its samples of :func:`sample_features`, shape ``[observations, 4]``.
-            seconds: measured compute time, shape ``[observations]``, > 0.
-            ranks: which rank each observation is of, shape ``[observations]``; one rank if not given.
+            sums: Sums of :func:`sample_features` over the samples of each rank and step, shape ``[observations, 4]``.
+            seconds: Measured compute times, > 0, shape ``[observations]``.
+            ranks: Rank of each observation, shape ``[observations]``; a single rank by default.
 
         Raises:
-            ValueError: shapes do not fit, there are fewer than five observations, or a time is not > 0.
+            ValueError: The shapes do not match, there are fewer than five observations, or a time is not > 0.
         """
         sums, seconds = np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
         rank = np.zeros(len(seconds), dtype=np.int64) if ranks is None else np.asarray(ranks)
         if sums.shape != (len(seconds), 4) or rank.shape != seconds.shape or len(seconds) < 5 or not (seconds > 0).all():
             raise ValueError(
-                f"CostModel.fit: sums {sums.shape}, seconds {seconds.shape}, ranks {rank.shape}: pass shapes "
-                "[observations, 4], [observations], [observations], at least five of them, and times > 0"
+                f"CostModel.fit got sums {sums.shape}, seconds {seconds.shape}, ranks {rank.shape}. Pass shapes "
+                "[observations, 4], [observations], [observations], at least five observations, and times > 0."
             )
         apart = np.ones(int(rank.max()) + 1)
         for _ in range(_ROUNDS):
@@ -120,7 +125,7 @@ class CostModel:
             ratio = seconds / np.maximum(base + sums @ coefficients, 1e-12)
             medians = np.array([np.median(ratio[rank == r]) if (rank == r).any() else 1.0 for r in range(len(apart))])
             slowness = medians / np.quantile(medians, 0.5, method="lower")
-            # what differs by less is noise, and would come back as noise in the coefficients
+            # smaller differences are noise, which would become noise of the coefficients
             before, apart = apart, np.where(np.abs(slowness - 1) < _ALIKE, 1.0, slowness)
             if np.abs(before - apart).max() < _CLOSE:
                 break
@@ -130,14 +135,14 @@ class CostModel:
 
 @dataclass(frozen=True)
 class CostFit:
-    """A cost model that explains measured compute times, in seconds.
+    """A cost model fitted to measured compute times.
 
     Attributes:
-        model: seconds that a sample adds to its rank's step.
-        base: seconds of a rank's step that no sample explains.
-        slowness: time of each rank / time that its samples explain, relative to the lower median rank; shape ``[ranks]``.
-        residual: median relative error of what the fit predicts for a rank's step.
-        observations: how many rank-steps it rests on.
+        model: Seconds that a sample adds to the step of its rank.
+        base: Seconds of a rank's step that do not depend on its samples.
+        slowness: Time of each rank / time that its samples explain, relative to the lower median rank, shape ``[ranks]``.
+        residual: Median relative error of the fitted times.
+        observations: Number of measured times.
     """
 
     model: CostModel
@@ -147,26 +152,24 @@ class CostFit:
     observations: int
 
     def slow_ranks(self) -> dict[int, float]:
-        """Return the ranks that take longer than their samples explain, and how many times as long."""
+        """Return the slowness of each rank whose slowness is above 1.1."""
         return {int(rank): float(self.slowness[rank]) for rank in np.flatnonzero(self.slowness > SLOW)}
 
 
 def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:
-    """Return what the coefficients of :class:`CostModel` multiply, shape ``[samples, 4]``: 1, L, L**2, U (0 if not given)."""
+    """Return the factors of the coefficients of :class:`CostModel`: 1, L, L**2, U (0 by default), shape ``[samples, 4]``."""
     x = np.asarray(lengths, dtype=np.float64)
     u = np.zeros_like(x) if unique is None else np.asarray(unique, dtype=np.float64)
     return np.stack([np.ones_like(x), x, x * x, u], axis=-1)
 
 
 def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
-    """Return the seconds of a step without samples, and the coefficients of the sums.
+    """Return the seconds of a step without samples, and the coefficients of ``sums``, shape ``[observations, coefficients]``.
 
-    Args:
-        sums: of a rank and step, shape ``[observations, coefficients]``; the first column shows whether counts are equal.
-        seconds: measured, shape ``[observations]``.
+    The first column of ``sums`` holds the numbers of samples.
     """
     columns = np.column_stack([np.ones(len(sums)), sums])
-    # equal counts cannot separate a cost per sample from one per step
+    # equal counts cannot separate a cost per sample from a cost per step
     if np.ptp(sums[:, 0]) < 0.01 * sums[:, 0].mean():
         columns[:, 1] = 0.0
     scale = np.maximum(columns.max(axis=0), 1e-300)
@@ -183,22 +186,25 @@ def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
 
 
 def huber_loss(error: Floats, spread_of: Floats) -> Floats:
-    """Return Huber's loss of errors, by the spread of some; quadratic up to 1.345 standard deviations, then linear."""
+    """Return Huber's loss of errors: quadratic up to 1.345 standard deviations of ``spread_of``, then linear."""
     limit, size = _HUBER * _spread(np.abs(spread_of)), np.abs(error)
     return np.where(size <= limit, size * size / 2, limit * (size - limit / 2))
 
 
 def _spread(error: Floats) -> float:
-    return max(1.4826 * float(np.median(error)), 1e-9)  # the standard deviation, if the errors are normal
+    return max(1.4826 * float(np.median(error)), 1e-9)  # the standard deviation of normally distributed errors
 
 
 def _least_squares(columns: Floats, weight: Floats) -> Floats:
-    """Return weighted least squares of 1 by ``columns`` with non-negative coefficients: the best of all subsets."""
+    """Return the non-negative coefficients of ``columns`` with the least weighted squared distance from 1.
+
+    The result is the best one over all subsets of the columns.
+    """
     square, target = columns.T @ (columns * weight[:, None]), columns.T @ weight
     chosen = _subsets(columns.shape[1])
     usable = (np.diag(square) > 0) | ~chosen
     chosen = chosen[usable.all(axis=1)]
-    # all at once, those left out with a diagonal of their own: a call for each would take ten times as long
+    # solve all subsets at once, with 1 on the diagonal of unused columns, which takes a tenth of the time of single calls
     pairs = chosen[:, :, None] & chosen[:, None, :]
     ridge = np.where(chosen, 1e-10 * np.diag(square), 1.0)
     parts = np.where(pairs, square, 0.0) + ridge[:, :, None] * np.eye(columns.shape[1])
@@ -210,5 +216,5 @@ def _least_squares(columns: Floats, weight: Floats) -> Floats:
 
 @cache
 def _subsets(size: int) -> NDArray[np.bool_]:
-    """Return which of ``size`` things are in each of their subsets, the empty one first; shape ``[2 ** size, size]``."""
+    """Return the masks of all subsets of ``size`` items, the empty one first, shape ``[2 ** size, size]``."""
     return np.array(list(product([False, True], repeat=size)))

@@ -1,8 +1,8 @@
-"""The search behind :func:`lightning_freescale.balance.assign`: whole numbers, fixed numbers of rounds, no clock.
+"""The search for :func:`lightning_freescale.balance.assign`, with whole numbers, fixed numbers of rounds and no clock.
 
-:func:`lower_bound` states what a :class:`Problem` allows and which ranks are the reason. :func:`search` plans those ranks by
-themselves. It goes from the first plan (longest first) over swaps of two samples to exchanges of several, and once more from
-other first plans if few samples fall short. :func:`padded_search` is for ranks that pad, whose best plans are of another kind.
+:func:`lower_bound` computes the load that no plan can beat, and the ranks that cause it. :func:`search` plans those ranks
+separately. It makes a first plan (longest first), then swaps pairs of samples, then exchanges several samples at once. If few
+samples miss the bound, it starts again from other first plans. :func:`padded_search` plans for ranks that pad their samples.
 """
 
 from lightning_freescale.balance.solver.bounds import Ints, Mask, Problem, dearest_first, lower_bound, to_integers

@@ -1,4 +1,4 @@
-"""The problem that the search solves, in whole numbers, and the load that the slowest rank of any plan reaches at least."""
+"""The problem that the search solves, and the lower bound on the load of the slowest rank of any plan."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 _SAME = 1.5e-7
-"""Costs have 24 bits: a relative difference below this is rounding."""
+"""Relative difference below which two costs are equal: costs have 24 bits."""
 _FINE = 2e-4
-"""Steps between possible loads that are smaller than this share of the load change nothing."""
+"""Smallest step between possible loads that is considered, as a share of the load."""
 _MANY = 1024
+"""Number of different costs above which possible loads are not considered."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """Samples to assign to equally fast ranks, the most expensive first.
 
-    All numbers are whole, so sums do not depend on their order: every machine finds the same plan, and a plan can be hashed and
-    compared.
+    All numbers are whole, so that sums do not depend on their order and every machine finds the same plan.
 
     Attributes:
-        cost: at least 1, shape ``[samples]``; so a rank without a sample always has the least load.
-        ranks: number of ranks that share the samples.
-        tokens: shape ``[samples]``, or None if nothing limits them.
-        min_samples, max_samples: number of samples of a rank.
-        ranks_at_max: number of ranks that may have ``max_samples``; the others may have one less.
-        max_tokens: tokens of a rank at most.
+        cost: Cost of each sample, at least 1, shape ``[samples]``. A rank without a sample always has the least load.
+        ranks: Number of ranks that share the samples.
+        tokens: Tokens of each sample, shape ``[samples]``; None if tokens are not limited.
+        min_samples, max_samples: Limits on the number of samples of a rank.
+        ranks_at_max: Number of ranks that may have ``max_samples``. The others may have one sample less.
+        max_tokens: Maximum number of tokens of a rank.
     """
 
     cost: Ints
@@ -45,30 +45,25 @@ class Problem:
 
     @cached_property
     def ideal_load(self) -> float:
-        """Load of every rank if the cost could be divided perfectly."""
+        """The mean load of the ranks."""
         return float(self.cost.sum() / self.ranks)
 
-    def allows(self, rank_of_sample: Ints) -> bool:
-        """Return whether a plan keeps the limits on samples and tokens."""
+    def allows(self, rank_of_sample: Ints, padded: bool = False) -> bool:
+        """Return True if a plan keeps all limits; with ``padded``, each rank pads its samples to the one with most tokens."""
         held = np.bincount(rank_of_sample, minlength=self.ranks)
         within = held.min() >= self.min_samples and held.max() <= self.max_samples
-        fits = self.tokens is None or (np.bincount(rank_of_sample, self.tokens, self.ranks) <= self.max_tokens).all()
-        return bool(within and fits)
-
-    def allows_padded(self, rank_of_sample: Ints) -> bool:
-        """Return whether a plan keeps the limits if every rank pads its samples to the one with most tokens."""
-        held = np.bincount(rank_of_sample, minlength=self.ranks)
-        most = np.zeros(self.ranks, dtype=np.int64)
-        if self.tokens is not None:
-            np.maximum.at(most, rank_of_sample, self.tokens)
-        within = held.min() >= self.min_samples and held.max() <= self.max_samples
-        return bool(within and (self.tokens is None or (held * most <= self.max_tokens).all()))
+        if self.tokens is None:
+            return bool(within)
+        if padded:
+            tokens: Ints = np.zeros(self.ranks, dtype=np.int64)
+            np.maximum.at(tokens, rank_of_sample, self.tokens)
+            tokens *= held
+        else:
+            tokens = np.bincount(rank_of_sample, self.tokens, self.ranks)
+        return bool(within and (tokens <= self.max_tokens).all())
 
     def part(self, samples: Ints, ranks: int) -> Problem:
-        """Return the problem of some samples, without a limit on tokens, on ``ranks`` ranks.
-
-        If the numbers of samples are equal, they are equal in the part.
-        """
+        """Return the problem of some samples on some ranks, without a limit on tokens; equal counts stay equal."""
         least, most, at_max = self.min_samples, self.max_samples, ranks
         if self.ranks * (most - 1) + self.ranks_at_max == len(self.cost):
             least, at_max = divmod(len(samples), ranks)
@@ -77,8 +72,7 @@ class Problem:
 
     def loads(self, rank_of_sample: Ints) -> Ints:
         """Return the summed cost of every rank, shape ``[ranks]``."""
-        # float64 sums of whole numbers below 2**53 are exact
-        return np.bincount(rank_of_sample, self.cost, self.ranks).astype(np.int64)
+        return np.bincount(rank_of_sample, self.cost, self.ranks).astype(np.int64)  # exact: sums stay below 2**53
 
     def largest_load(self, rank_of_sample: Ints) -> int:
         """Return the load of the slowest rank."""
@@ -86,34 +80,34 @@ class Problem:
 
 
 def dearest_first(cost: Ints) -> Ints:
-    """Return the same as a stable ``argsort(-cost)``, shape ``[samples]``, but many times faster."""
+    """Return the result of a stable ``argsort(-cost)``, shape ``[samples]``, in a fraction of the time."""
     below = int(cost.max(initial=0)) - cost
     order, bits, places = np.arange(len(cost)), int(below.max(initial=0)).bit_length(), len(cost).bit_length()
-    if bits + places < 64:  # cost and place in one number: numpy sorts several times faster than it finds an order
+    if bits + places < 64:  # cost and index in one number, because numpy's sort is several times faster than its argsort
         return np.sort(below << places | order) & ((1 << places) - 1)
-    for shift in range(0, bits, 16):  # and short integers in linear time
+    for shift in range(0, bits, 16):  # numpy sorts 16-bit integers in linear time
         order = order[np.argsort((below[order] >> shift).astype(np.uint16), kind="stable")]
     return order
 
 
 def to_integers(cost: NDArray[np.float64], ranks: int) -> Ints:
-    """Return ``cost`` times a power of two, rounded, plus 1. Every sum and key of the search then fits 62 bits."""
+    """Return ``cost`` times a power of two, rounded, plus 1. Every sum and key of the search then fits in 62 bits."""
     bits = min(52, 60 - ranks.bit_length())
     top, fine = int(np.frexp(cost.max())[1]), 61 - len(cost).bit_length()
-    # the size of the sum, from whole numbers: a sum of floats would depend on their order
+    # sum whole numbers, because a sum of floats depends on their order
     size = int(np.rint(np.ldexp(cost, fine - top)).astype(np.int64).sum()).bit_length() + top - fine
-    # at least 1 each, so that a rank without a sample is always the next one in the heap
+    # at least 1, so that a rank without a sample is always the first one in the heap
     return np.rint(np.ldexp(cost, bits - size)).astype(np.int64) + 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some ranks that can hardly do better, on average, than the bound, with the samples that they share.
+    """The ranks whose mean load cannot be below the bound, with the samples that they share.
 
     Attributes:
-        samples: their numbers, in order.
-        others: the numbers of all other samples, in order.
-        ranks: number of these ranks.
+        samples: Sorted indices of these samples.
+        others: Sorted indices of all other samples.
+        ranks: Number of these ranks.
     """
 
     samples: Ints
@@ -123,51 +117,45 @@ class Block:
 
 @dataclass(frozen=True)
 class Bound:
-    """A load below which no plan's slowest rank can be.
-
-    Attributes:
-        load: of the slowest rank.
-        block: the ranks that cause it; None if all of them do.
-    """
+    """A lower bound on the load of the slowest rank, and the ranks that cause it; ``block`` is None if all ranks do."""
 
     load: float
     block: Block | None = None
 
 
 def lower_bound(problem: Problem, rows: int | None = None) -> Bound:
-    """Return the bound.
+    """Return the lower bound on the load of the slowest rank.
 
-    It is the largest of the mean load and, for every ``m``, the load that the ``m`` most expensive samples cause. With
-    ``m = k * ranks + j``, ``1 <= j <= ranks``, the ``j`` ranks that hold most of them hold at least ``(k + 1) * j``: if they
-    held fewer, one of them would hold ``k`` at most, and so would all the others. So their mean load is at least that of the
-    ``(k + 1) * j`` cheapest of the ``m``, with the cheapest other samples that so many ranks must take to reach the numbers of
-    samples. Samples that are too expensive for three to share a rank are also compared in pairs. If all costs are multiples of
-    a number, loads are too, and the bound is rounded up to a multiple.
+    The bound is the maximum of the mean load and, for every ``m``, the load that the ``m`` most expensive samples cause. Let
+    ``m = k * ranks + j`` with ``1 <= j <= ranks``. The ``j`` ranks that hold most of these samples hold at least
+    ``(k + 1) * j`` of them. With fewer, one of these ranks would hold at most ``k``, and so would all other ranks. Their mean
+    load is therefore at least that of the ``(k + 1) * j`` cheapest of the ``m`` samples, plus the cheapest other samples that
+    ``j`` ranks must take to reach the minimum count. Samples too expensive for three to share a rank are also compared in
+    pairs. If all costs are multiples of a number, the loads are multiples too, and the bound is rounded up to a multiple.
 
     Args:
-        problem: the problem.
-        rows: look at no ``k`` from here on, and not at pairs or multiples. This is faster and gives a lower bound.
+        problem: The problem. A limit on tokens is ignored, because it can only raise the loads.
+        rows: If given, only ``k < rows`` is considered, without pairs and multiples. The bound is then lower.
     """
-    # a limit on tokens is left out: it can only raise the loads
     cost = problem.cost[::-1]
     samples, ranks = len(cost), problem.ranks
     cheapest = np.zeros(samples + 1, dtype=np.int64)
     np.cumsum(cost, out=cheapest[1:])
     last = samples if rows is None else min(samples, rows * ranks)
     least = _least_samples(problem)
-    # a row for every k, a column for every j; the last row may be too long
+    # one row for each k, one column for each j; the last row may be too long
     k, j = np.arange(-(-last // ranks))[:, None], np.arange(1, ranks + 1)
     upto, beside = samples - k * (ranks - j), np.maximum(least - (k + 1) * j, 0)
     held = (cheapest[upto] + cheapest[beside]).ravel()[:last] - cheapest[samples - last : samples][::-1]
     mean = held / np.resize(j, last)
-    mean[(least > upto).ravel()[:last]] = np.inf  # fewer samples are left: no plan is like that
+    mean[(least > upto).ravel()[:last]] = np.inf  # impossible, because too few samples are left
     largest = int(mean.argmax())
     load = max(float(mean[largest]), problem.ideal_load)
     if rows is None:
         load = _rounded_up(problem, cost, max(load, _of_pairs(problem, cheapest, int(least[0]))))
     if mean[largest] <= problem.ideal_load or (largest + 1) % ranks == 0:
         return Bound(load)
-    if largest >= ranks:  # of two kinds of samples, these ranks share all of the expensive ones
+    if largest >= ranks:  # with two kinds of samples, these ranks share all expensive ones
         costs = problem.cost[largest : min((largest // ranks + 1) * ranks, samples)]
         last = largest + int((costs[:-1] / costs[1:]).argmax()) if len(costs) > 1 else largest
         largest = last if (last + 1) % ranks else largest
@@ -178,10 +166,11 @@ def lower_bound(problem: Problem, rows: int | None = None) -> Bound:
 
 
 def _of_pairs(problem: Problem, cheapest: Ints, least: int) -> float:
-    """Return the load of a rank that must hold two of the expensive samples, or three of some cheaper ones.
+    """Return the minimum load of a rank that must hold two expensive samples, or three cheaper ones.
 
-    With ``a + b = 2 * ranks + 1``: if each of the ``a`` most expensive is alone among the ``b`` most expensive, the others of
-    those are ``2 * (ranks - a) + 1``, and so three share a rank. ``cheapest`` holds the costs of the 0, 1, 2, ... cheapest.
+    Let ``a + b = 2 * ranks + 1``. If none of the ``a`` most expensive samples shares its rank with another of the ``b`` most
+    expensive, the remaining ``2 * (ranks - a) + 1`` of the ``b`` share ``ranks - a`` ranks, so that three share one rank.
+    ``cheapest`` holds the cumulative cost of the samples, the cheapest first.
     """
     samples, ranks = len(problem.cost), problem.ranks
     b = np.arange(ranks + 1, min(2 * ranks, samples) + 1)
@@ -195,7 +184,7 @@ def _of_pairs(problem: Problem, cheapest: Ints, least: int) -> float:
 
 
 def _least_samples(problem: Problem) -> Ints:
-    """Return how many samples any 1, 2, ... ranks hold at least, shape ``[ranks]``."""
+    """Return the minimum number of samples of 1, 2, ... ranks together, shape ``[ranks]``."""
     ranks = np.arange(1, problem.ranks + 1)
     others = problem.ranks - ranks
     at_max = np.minimum(others, problem.ranks_at_max)
@@ -204,12 +193,12 @@ def _least_samples(problem: Problem) -> Ints:
 
 
 def _rounded_up(problem: Problem, cost: Ints, load: float) -> float:
-    """Return ``load``, or the next sum that whole multiples of a cost, or nearly such multiples, can make."""
+    """Return ``load``, rounded up to a possible load if all costs are multiples, or nearly multiples, of one number."""
     if len(cost) < 2:
         return load
     same_count = problem.min_samples == problem.max_samples
     values = cost[np.concatenate([[True], cost[1:] > cost[:-1]])]
-    # if every rank has the same number of samples, only the part beyond the cheapest sample's cost must be a multiple
+    # at equal counts, only the part above the cheapest sample's cost must be a multiple
     offset = int(values[0]) if same_count else 0
     base, finest = problem.min_samples * offset, _FINE * load
     if len(values) > _MANY or (len(values) > 1 and np.diff(values).min() < finest):
@@ -223,10 +212,11 @@ def _rounded_up(problem: Problem, cost: Ints, load: float) -> float:
 
 
 def _in_steps(cost: Ints, values: Ints, ranks: int) -> int:
-    """Return the least load of a rank that has its share of steps, rounded up; ``values`` are the different costs.
+    """Return the minimum load of a rank that has its share of steps, rounded up.
 
-    Every cost has a whole number of steps, of about the smallest difference between two. Some rank has the mean number or more:
-    no less than the samples that are cheapest by the step. With a linear and a quadratic part in the cost, steps are lengths.
+    A step is about the smallest difference between two costs, and each cost is a whole number of steps. Some rank has at least
+    the mean number of steps. Its load is at least that of the samples that are cheapest per step. If costs have a linear and a
+    quadratic part in the length, steps are lengths. ``values`` are the different costs.
     """
     if len(values) < 2:
         return 0
@@ -244,7 +234,7 @@ def _in_steps(cost: Ints, values: Ints, ranks: int) -> int:
 
 
 def _common_step(values: Ints, offset: int, finest: float) -> float:
-    """Return the largest number that ``values - offset`` are multiples of, but for rounding; 0 if it is below ``finest``."""
+    """Return the largest number that divides ``values - offset`` up to rounding; 0 if it is below ``finest``."""
     beyond = (values - offset).astype(np.float64)
     value, beyond = values[beyond > 0], beyond[beyond > 0]
     step = float(beyond[0]) if len(beyond) else 0.0
@@ -253,7 +243,7 @@ def _common_step(values: Ints, offset: int, finest: float) -> float:
         left = np.abs(beyond - times * step)
         coarse = left[left > 0.01 * step]
         if not len(coarse):
-            # sums in any order would not be the same on all machines
+            # fsum, because the result of other sums depends on the machine
             step = math.fsum(beyond * times) / math.fsum(times * times)
             return step if (np.abs(beyond - times * step) <= _SAME * value).all() else 0.0
         step = float(coarse.min())

@@ -1,4 +1,4 @@
-"""Lower the slowest rank's load by exchanging several samples at once, where no single swap does it."""
+"""Exchanges of several samples at once, which lower the slowest rank's load where no single swap does."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy as np
 from lightning_freescale.balance.solver.bounds import Ints, Problem
 
 _KINDS = ((1, 1), (1, 0), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (2, 0), (3, 1), (1, 3), (4, 3), (3, 4))
-"""How many samples one rank gives and takes."""
+"""Numbers of samples that one rank gives and takes."""
 _CANDIDATES = {0: 0, 1: 1 << 20, 2: 64, 3: 16, 4: 10}
-"""Samples of a rank, evenly spread, that so many are chosen from."""
+"""Maximum number of candidates, evenly spread over a rank's samples, by the number of samples to choose."""
 _NEAREST = np.array([[0], [-1]]), np.array([[0], [-1], [1], [-2], [2], [-3], [3], [-4]])
-"""Places around the best one to take from, if only numbers are limited, and if a limit on tokens forbids some."""
+"""Offsets around the best candidate that are tried, without and with a limit on tokens."""
 _PARTNERS, _OTHERS, _FILLED, _ROUNDS = 8, 32, 4, 800
 _ROUNDS_WITHIN = 60
-"""With a limit on tokens, which the bound does not know of."""
+"""Maximum number of rounds with a limit on tokens, which the lower bound ignores."""
 
 Range = tuple[float, float]
 
 
 def exchange(problem: Problem, rank_of_sample: Ints, target: float, patience: int) -> Ints:
-    """Exchange samples of the slowest rank for others of a quick one, until no rank is above ``target``.
+    """Exchange samples between the slowest rank and a quick one until no rank is above ``target``.
 
-    If no quick rank has samples that help, the quickest is made quicker at the cost of others that stay below the target,
-    ``patience`` times in a row at most. Ends after a fixed number of exchanges, or if neither can be done.
+    If no quick rank has samples that help, ranks below the target take samples of the quickest rank, at most ``patience``
+    times in a row. The search ends after a fixed number of exchanges, or if no exchange is possible.
     """
     ranks = _Ranks(problem, rank_of_sample)
     failed = 0
@@ -37,13 +37,13 @@ def exchange(problem: Problem, rank_of_sample: Ints, target: float, patience: in
         slow = by_load[-1]
         if ranks.load[slow] <= target or failed > patience:
             break
-        # the quickest can take most, but perhaps only have samples that are more expensive still
+        # the quickest rank can take most, but all its samples may be too expensive to give back
         partners = by_load[: min(_PARTNERS, problem.ranks - 1)] + by_load[_PARTNERS : -1 : 1 + problem.ranks // _OTHERS]
         if any(ranks.relieve(slow, quick, target) for quick in partners):
             failed = 0
         elif any(
             ranks.fill(quick, other, target)
-            for place, quick in enumerate(by_load[:_FILLED])  # the quickest may hold a single sample
+            for place, quick in enumerate(by_load[:_FILLED])  # several, because the quickest may hold a single sample
             for other in by_load[place + 1 : place + _PARTNERS]
             if ranks.load[other] < target
         ):
@@ -54,14 +54,14 @@ def exchange(problem: Problem, rank_of_sample: Ints, target: float, patience: in
 
 
 class _Ranks:
-    """The samples of every rank, the most expensive first, their costs, and what was found of a rank since it changed."""
+    """The samples and loads of all ranks, with cached sums of each rank's samples until the rank changes."""
 
     def __init__(self, problem: Problem, rank_of_sample: Ints) -> None:
         self._problem = problem
         self.load = problem.loads(rank_of_sample)
         by_rank = np.argsort(rank_of_sample, kind="stable")
         self._samples = np.split(by_rank, np.bincount(rank_of_sample, minlength=problem.ranks).cumsum()[:-1])
-        self._held: Ints | None = None  # tokens of every rank, if they are limited
+        self._held: Ints | None = None  # tokens of each rank, if they are limited
         if problem.tokens is not None:
             self._held = np.bincount(rank_of_sample, problem.tokens, problem.ranks).astype(np.int64)
         self._sums: list[dict[int, _Ways]] = [{} for _ in range(problem.ranks)]
@@ -76,7 +76,7 @@ class _Ranks:
         return rank_of_sample
 
     def relieve(self, slow: int, quick: int, target: float) -> bool:
-        """Lower the larger of two loads by the best exchange; return whether there is one."""
+        """Lower the larger of two loads by the best exchange; return False if there is none."""
         pair = slow, quick, self._changes[slow], self._changes[quick]
         if pair in self._in_vain:
             return False
@@ -87,12 +87,12 @@ class _Ranks:
         return done
 
     def fill(self, quickest: int, other: int, target: float) -> bool:
-        """Have ``other`` take as much as it can below the target, so that the quickest can take more."""
-        room = target - int(self.load[other])
-        return self._exchange(quickest, other, room, (1, room), (0.9 * room, room))
+        """Move samples to ``other``, up to the target, so that the quickest rank can take more."""
+        free = target - int(self.load[other])
+        return self._exchange(quickest, other, free, (1, free), (0.9 * free, free))
 
     def _exchange(self, giver: int, taker: int, wanted: float, allowed: Range, enough: Range) -> bool:
-        """Make the exchange that moves a cost nearest to ``wanted``, if there is one in the range that is ``allowed``."""
+        """Move a cost in the range ``allowed``, as near to ``wanted`` as possible; stop searching in the range ``enough``."""
         found, moved = None, 0
         mine, others = self._samples[giver], self._samples[taker]
         for kind in self._kinds:
@@ -114,17 +114,17 @@ class _Ranks:
             best = int(off.argmin())
             if off.flat[best] < (np.inf if found is None else abs(moved - wanted)):
                 found, moved = (give.chosen(best % len(give.cost)), take.chosen(near.flat[best])), int(more.flat[best])
-            if found is not None and enough[0] <= moved <= enough[1]:  # other ranks may well do with the same kind
+            if found is not None and enough[0] <= moved <= enough[1]:  # try this kind first for other ranks too
                 self._kinds = [kind, *(other for other in self._kinds if other != kind)]
                 break
         if found is None:
             return False
-        gone, come = mine[found[0]], others[found[1]]
-        self._samples[giver], self._samples[taker] = _without(mine, found[0], come), _without(others, found[1], gone)
+        given, taken = mine[found[0]], others[found[1]]
+        self._samples[giver], self._samples[taker] = _without(mine, found[0], taken), _without(others, found[1], given)
         self.load[giver] -= moved
         self.load[taker] += moved
         if self._held is not None and self._problem.tokens is not None:
-            tokens_moved = int(self._problem.tokens[gone].sum() - self._problem.tokens[come].sum())
+            tokens_moved = int(self._problem.tokens[given].sum() - self._problem.tokens[taken].sum())
             self._held[giver] -= tokens_moved
             self._held[taker] += tokens_moved
         for rank in (giver, taker):
@@ -133,7 +133,6 @@ class _Ranks:
         return True
 
     def _sums_of(self, rank: int, many: int) -> _Ways:
-        """Return the ways to choose so many samples of a rank, by their cost."""
         if many not in self._sums[rank]:
             samples, tokens = self._samples[rank], self._problem.tokens
             places = _choices(len(samples), many)
@@ -149,27 +148,18 @@ class _Ranks:
 
 
 class _Ways(NamedTuple):
-    """Ways to choose some samples of a rank, by their cost.
+    """All ways to choose some samples of a rank."""
 
-    Attributes:
-        cost: shape ``[ways]``, in order.
-        places: of the samples among those of the rank, shape ``[many, ways]``.
-        order: which of ``places`` each way is, shape ``[ways]``.
-        tokens: shape ``[ways]``; None if nothing limits them.
-    """
-
-    cost: Ints
-    places: Ints
-    order: Ints
-    tokens: Ints | None
+    cost: Ints  # summed cost, sorted, shape [ways]
+    places: Ints  # positions among the samples of the rank, shape [many, ways]
+    order: Ints  # column of ``places`` for each way, shape [ways]
+    tokens: Ints | None  # summed tokens, shape [ways]
 
     def chosen(self, way: int) -> Ints:
-        """Return the places of a way's samples."""
         return self.places[:, self.order[way]]
 
 
 def _summed(values: Ints, places: Ints) -> Ints:
-    """Return the sum of ``values`` at each column of places."""
     sums = np.zeros(places.shape[1], dtype=np.int64)
     for row in places:
         sums += values[row]
@@ -177,7 +167,7 @@ def _summed(values: Ints, places: Ints) -> Ints:
 
 
 def _without(samples: Ints, places: Ints, more: Ints) -> Ints:
-    """Return the samples, in order, without those at some places, and with more."""
+    """Return the sorted samples without those at some places, and with some more."""
     kept = np.ones(len(samples), dtype=bool)
     kept[places] = False
     changed = np.concatenate([samples[kept], more])
@@ -187,7 +177,7 @@ def _without(samples: Ints, places: Ints, more: Ints) -> Ints:
 
 @cache
 def _choices(of: int, many: int) -> Ints:
-    """Return ways to choose so many places, shape ``[many, ways]``."""
+    """Return ways to choose ``many`` of the places, shape ``[many, ways]``."""
     places = np.linspace(0, of - 1, min(of, _CANDIDATES[many])).astype(np.int64)
     ways = np.array(list(combinations(range(len(places)), many)), dtype=np.int64)
     return np.ascontiguousarray(places[ways].T)

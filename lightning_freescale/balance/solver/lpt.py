@@ -1,4 +1,4 @@
-"""The first plan: longest first, each sample to the rank with the least load (Graham 1969), within the limits."""
+"""The first plan: each sample, the longest first, goes to the rank with the least load (Graham 1969), within the limits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import numpy as np
 from lightning_freescale.balance.solver.bounds import Ints, Problem
 
 _OUTLIER_RANKS = 24
-"""How many ranks are filled before all others at most."""
+"""Maximum number of ranks that are filled before all others."""
 _RUN, _HEAPED = 32, 512
-"""The heap takes over where runs of ranks are shorter, for this many samples."""
+"""Length below which runs of ranks are planned by a heap, and the number of samples that the heap then plans."""
 _NEVER = np.iinfo(np.int64).max
 
 
 def first_plan(problem: Problem, load: float) -> Ints | None:
-    """Return the rank of every sample, shape ``[samples]``; None if a sample fits nowhere.
-
-    Args:
-        problem: the problem.
-        load: the load that all ranks should reach at most, as far as possible.
-    """
+    """Return the rank of each sample, shape ``[samples]``; None if a sample fits nowhere. ``load`` is the load to aim at."""
     if problem.tokens is None:
         filled = _filled_with_outliers(problem, load)
         if not filled:
@@ -42,7 +37,7 @@ def first_plan(problem: Problem, load: float) -> Ints | None:
 
 
 def zigzag(problem: Problem) -> Ints:
-    """Return FreeScale's plan at equal counts: sorted by cost, given to the ranks forwards and backwards in turn."""
+    """Return FreeScale's plan at equal counts: the sorted samples go to the ranks forwards and backwards in turn."""
     there_and_back = np.concatenate([np.arange(problem.ranks), np.arange(problem.ranks)[::-1]])
     return np.resize(there_and_back, len(problem.cost))
 
@@ -50,54 +45,49 @@ def zigzag(problem: Problem) -> Ints:
 def longest_first(problem: Problem) -> Ints:
     """Return the plan if only the number of samples is limited.
 
-    In the order of their loads, the ranks take one sample each until a rank that took one has the least load again. Such a run
-    of ranks is planned at once. A heap is faster where runs are short. Both find the same plan.
+    Ranks sorted by load take one sample each until a rank that took one has the least load again. Such a run of ranks is
+    planned in one vectorized step. A heap is faster for short runs and finds the same plan.
     """
     bits, samples = problem.ranks.bit_length(), len(problem.cost)
-    # load * 2**bits + rank: one whole number orders by load, then by rank
+    # load * 2**bits + rank: one whole number that sorts by load, then by rank
     key, number, cost = np.arange(problem.ranks), (1 << bits) - 1, problem.cost << bits
-    room, at_max = np.full(problem.ranks, problem.max_samples - 1), problem.ranks_at_max
+    free, at_max = np.full(problem.ranks, problem.max_samples - 1), problem.ranks_at_max
     placed, done = np.empty(samples, dtype=np.int64), 0
     while done < samples:
         run, short = 0, min(len(key), samples - done) < _RUN
         if not short:
             soonest = key[: samples - done]
             rank = soonest & number
-            left, after = room[rank], soonest + cost[done : done + len(rank)]
-            full = np.flatnonzero(left == 0)  # these take one more, as only so many ranks may, and are done
+            left, after = free[rank], soonest + cost[done : done + len(rank)]
+            full = np.flatnonzero(left == 0)  # these take their last sample, which only ranks_at_max ranks may
             after[full] = _NEVER
             again = soonest[1:] > np.minimum.accumulate(after)[:-1]
             run = int(again.argmax()) + 1
             run = min(run if again[run - 1] else len(rank), int(full[at_max]) if len(full) > at_max else samples)
         if run < _RUN:
             run = min(samples - done, samples if short else _HEAPED)
-            key, at_max = _heap(key, cost[done : done + run], number, room, at_max, placed[done : done + run])
+            key, at_max = _heap(key, cost[done : done + run], number, free, at_max, placed[done : done + run])
         else:
             placed[done : done + run] = rank[:run]
-            room[rank[:run]] = left[:run] - 1
+            free[rank[:run]] = left[:run] - 1
             key = np.concatenate([key[run:], after[:run]])
-            key.sort(kind="stable")  # fast if the keys are nearly in order
+            key.sort(kind="stable")  # fast if the keys are nearly sorted
             filled = int(np.searchsorted(full, run))
             key, at_max = key[: len(key) - filled], at_max - filled
         if not at_max:
-            key = key[room[key & number] > 0]
+            key = key[free[key & number] > 0]
         done += run
     return placed
 
 
-def _heap(key: Ints, cost: Ints, number: int, room: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
-    """Fill ``placed`` with the rank of every sample; return the remaining keys, in order, and the remaining ``at_max``.
+def _heap(key: Ints, cost: Ints, number: int, free: Ints, at_max: int, placed: Ints) -> tuple[Ints, int]:
+    """Fill ``placed`` with the rank of each sample; return the remaining keys, sorted, and the remaining ``at_max``.
 
-    Args:
-        key: of every rank that may take more: its load times a power of two, plus its number; in order.
-        cost: times that power, from the most expensive to the cheapest, shape ``[samples]``.
-        number: the bits of a key that hold the rank's number.
-        room: samples that each rank may still take, shape ``[ranks]``; changed in place.
-        at_max: how many ranks may take one more.
-        placed: shape ``[samples]``.
+    ``number`` masks the bits of a key that hold the rank. ``free``, the number of samples that each rank may still take, is
+    changed in place.
     """
-    # the interpreter is fast with lists
-    heap, left, chosen = key.tolist(), room.tolist(), [0] * len(cost)
+    # lists, because the interpreter reads single items of arrays slowly
+    heap, left, chosen = key.tolist(), free.tolist(), [0] * len(cost)
     for sample, each in enumerate(cost.tolist()):
         while at_max == 0 and left[heap[0] & number] == 0:
             heapq.heappop(heap)  # full for good
@@ -108,29 +98,29 @@ def _heap(key: Ints, cost: Ints, number: int, room: Ints, at_max: int, placed: I
         else:
             at_max -= 1
             heapq.heappop(heap)
-    room[:], placed[:] = left, chosen
+    free[:], placed[:] = left, chosen
     return np.array(sorted(heap), dtype=np.int64), at_max
 
 
 def _filled_with_outliers(problem: Problem, load: float) -> list[Ints]:
-    """Return the samples of whole ranks, each an outlier and its company, from the most expensive outlier on.
+    """Return the samples of the ranks that hold an outlier, from the most expensive outlier on.
 
-    An outlier would keep its rank beyond ``load`` with average company. Longest first reaches it too late, with the samples
-    that happen to be left.
+    With average samples beside it, an outlier would put its rank above ``load``. Longest first would give that rank the
+    samples that are left at the end.
     """
     company = problem.min_samples - 1
     if not company:
         return []
     left, filled = np.arange(len(problem.cost))[::-1], list[Ints]()  # the cheapest first
-    # ranks that the other samples will need to hold one sample more
+    # number of ranks that must stay free to hold one sample more
     fuller = problem.ranks_at_max if problem.min_samples < problem.max_samples else 1
     while len(filled) < min(_OUTLIER_RANKS, problem.ranks - fuller):
         cost = problem.cost[left]
         total = np.concatenate([[0], cost[:-1].cumsum()])
         runs = total[company:] - total[:-company]
-        # the most expensive run that keeps the load: it leaves the cheapest to the next outlier
+        # the most expensive run within the load, because it leaves the cheapest samples to the next outlier
         first = max(0, int(np.searchsorted(runs, int(load) - int(cost[-1]), side="right")) - 1)
-        if first > len(runs) // 4:  # nearly any company does: not an outlier any more
+        if first > len(runs) // 4:  # no outlier, because many runs fit beside it
             break
         chosen = np.append(np.arange(first, first + company), len(left) - 1)
         filled.append(left[chosen])
@@ -139,7 +129,7 @@ def _filled_with_outliers(problem: Problem, load: float) -> list[Ints]:
 
 
 def _longest_first_within_limits(problem: Problem, tokens: Ints, order: Ints, amount: Ints) -> Ints | None:
-    """Return the plan with a limit on the tokens, in some order and by some amount; None if a sample fits nowhere."""
+    """Return the plan with a limit on tokens, in a given order and by a given amount; None if a sample fits nowhere."""
     amounts, token = amount.tolist(), tokens.tolist()
     held, filled = [0] * problem.ranks, [0] * problem.ranks
     at_max = problem.ranks_at_max
@@ -165,17 +155,17 @@ def _longest_first_within_limits(problem: Problem, tokens: Ints, order: Ints, am
 
 
 def _fullest_first(problem: Problem, tokens: Ints) -> Ints | None:
-    """Return a plan that gives every sample, the largest first, to the fullest rank that can take it; None if none can."""
+    """Return a plan that gives each sample, the largest first, to the fullest rank that can take it; None if none can."""
     held, filled = (np.zeros(problem.ranks, dtype=np.int64) for _ in range(2))
     rank_of_sample, at_max = np.empty(len(tokens), dtype=np.int64), problem.ranks_at_max
     for left, sample in zip(range(len(tokens), 0, -1), np.argsort(-tokens, kind="stable").tolist()):
         fits = held + 1 <= problem.max_samples - (at_max == 0)
         fits &= filled + tokens[sample] <= problem.max_tokens
-        if left <= np.count_nonzero(held == 0):  # no rank stays empty
+        if left <= np.count_nonzero(held == 0):  # no rank may stay empty
             fits &= held == 0
         if not fits.any():
             return None
-        # tokens + 1, so that of two ranks with as many tokens the one with more samples counts as fuller
+        # + held, so that of two ranks with equal tokens the one with more samples counts as fuller
         rank = int(np.where(fits, filled + held, -1).argmax())
         held[rank], filled[rank] = held[rank] + 1, filled[rank] + tokens[sample]
         rank_of_sample[sample], at_max = rank, at_max - int(held[rank] == problem.max_samples)

@@ -1,4 +1,4 @@
-"""The search from the first plan to one that is as good as the bound allows."""
+"""The search for a plan that reaches the lower bound."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ from lightning_freescale.balance.solver.swaps import refine
 CLOSE_ENOUGH = 1.0003
 """Swaps stop within this factor of the lower bound."""
 _WORTH_EXCHANGES, _WORTH_ANOTHER_WAY = 1.0008, 1.01
-"""What is further above the bound than this goes on to exchanges; of many samples within a limit, to another first plan.
-Exchanges stop here, too: one rank at a time, they take more of the host the nearer they come than a step could gain."""
+"""Factors of the bound above which exchanges, and other first plans of many samples within a token limit, are tried.
+Exchanges also stop at the first: near the bound they take more time on the host than a step could gain."""
 _BLOCKS, _TIGHT = 8, 0.98
-"""How many blocks are planned by themselves, as long as their bound is nearly that of the whole."""
+"""Maximum number of blocks that are planned separately, and the minimum ratio of their bound to the whole bound."""
 _BEGINNINGS, _FEW, _MANY = 4, 256, 4096
-"""How often the search begins anew, at most, if it falls short with no more samples than the second; with more than the third
-another first plan within a limit on tokens takes too long."""
+"""Maximum number of further first plans, the maximum number of samples for which they are tried, and the number of samples
+above which further first plans within a token limit take too long."""
 _PATIENCE, _PATIENCE_OF_FEW = 30, 8
-"""Of exchanges. Few samples begin anew instead, which finds as much in a third of the time."""
+"""Patience of the exchanges. With few samples, other first plans find as much in a third of the time."""
 _GOLDEN = 2654435761
 _ALL_PLANS = 2**16
-"""If there are no more plans, all are compared: that takes a few milliseconds."""
+"""Maximum number of plans up to which all are compared. That takes a few milliseconds."""
 _SLOWER = (1.0003, 1.01, 1.03, 1.1, 1.3, 2.0, 1e3)
-"""Factors by which the load of a plan may rise, one after the other, until its tokens are within their limit."""
+"""Factors by which the load of a plan may rise, tried in turn until its tokens are within their limit."""
 
 
 def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None, float]:
-    """Return the rank of every sample, None if no plan within the limits was found, and the load that no plan can beat.
+    """Return the rank of each sample, None if no plan within the limits was found, and the bound on the largest load.
 
-    Args:
-        problem: the problem.
-        fallback: the rank of every sample in a plan to start from if none is found, shape ``[samples]``.
+    ``fallback`` is a plan to start from if none is found, shape ``[samples]``.
     """
     bound = lower_bound(problem)
     plan = _planned(problem, bound, bound.load) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
@@ -45,7 +43,7 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
         return plan, bound.load
     if len(problem.cost) * math.log2(problem.ranks) <= math.log2(_ALL_PLANS):
         plan = _best_of_all_plans(problem)
-        if plan is None or problem.tokens is not None:  # the bound is of the counts alone
+        if plan is None or problem.tokens is not None:  # the bound ignores the token limit
             return plan, bound.load
         return plan, float(problem.largest_load(plan))
     if plan is None:
@@ -55,11 +53,11 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
     return plain if better else plan, bound.load
 
 
-# -- plans that only limit the number of samples
+# -- plans without a limit on tokens
 
 
 def _planned(problem: Problem, bound: Bound, load: float) -> Ints | None:
-    """Return a plan whose slowest rank should reach ``load``, which is no less than the bound's."""
+    """Return a plan that aims at ``load``, which is not below the bound; plan the ranks that cause the bound separately."""
     plan, part, samples, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
     for _ in range(_BLOCKS):
         block, tight = bound.block, bound.load > max(_TIGHT * load, CLOSE_ENOUGH * part.ideal_load)
@@ -71,7 +69,7 @@ def _planned(problem: Problem, bound: Bound, load: float) -> Ints | None:
         plan[samples[block.samples]] = first + found
         first += block.ranks
         part, samples = part.part(block.others, part.ranks - block.ranks), samples[block.others]
-        bound = lower_bound(part, rows=1)  # in a block no other one matters
+        bound = lower_bound(part, rows=1)  # enough to find the next block
     rest = _refined(part, load)
     if rest is None or not first:
         return rest
@@ -92,12 +90,12 @@ def _refined(problem: Problem, load: float) -> Ints | None:
 
 
 def _best_of_beginnings(problem: Problem, plan: Ints, load: float) -> Ints:
-    """Return the best of a plan and those that longest first finds if costs are as if they were up to a quarter higher."""
+    """Return the best of a plan and the plans that longest first finds for costs raised by up to a quarter."""
     number, best = np.arange(1, 1 + len(problem.cost)), problem.largest_load(plan)
     for beginning in range(1, 1 + _BEGINNINGS):
         if best <= CLOSE_ENOUGH * load:
             break
-        more = (number * beginning * _GOLDEN >> 7) % 256  # Knuth's hash: scattered, and the same everywhere
+        more = (number * beginning * _GOLDEN >> 7) % 256  # Knuth's hash scatters alike on every machine
         cost = problem.cost + (problem.cost >> 10) * more
         order = dearest_first(cost)
         other = np.empty_like(plan)
@@ -118,7 +116,7 @@ def _exchanged(problem: Problem, plan: Ints, load: float) -> Ints:
 
 
 def _best_of_all_plans(problem: Problem) -> Ints | None:
-    """Return the first of the best of all plans within the limits; None if there is none."""
+    """Return the first of the best plans within the limits; None if there is none."""
     held, load = _of_all_plans(np.ones_like(problem.cost), problem.ranks), _of_all_plans(problem.cost, problem.ranks)
     allowed: Mask = np.logical_and.reduce((held >= problem.min_samples) & (held <= problem.max_samples))
     allowed &= np.count_nonzero(held == problem.max_samples, axis=0) <= problem.ranks_at_max
@@ -132,21 +130,18 @@ def _best_of_all_plans(problem: Problem) -> Ints | None:
 
 
 def _of_all_plans(values: Ints, ranks: int) -> Ints:
-    """Return the sum of each rank in all plans, shape ``[ranks, plans]``; a plan's number has a digit for each sample."""
+    """Return each rank's sum in all plans, shape ``[ranks, plans]``; the index of a plan has a digit for each sample."""
     sums = np.zeros((ranks, 1), dtype=np.int64)
     for value in values.tolist():
         sums = np.concatenate([sums + value * (np.arange(ranks) == rank)[:, None] for rank in range(ranks)], axis=1)
     return sums
 
 
-# -- plans that keep a limit on tokens
+# -- plans with a limit on tokens
 
 
 def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
-    """Return a plan within the limit on tokens: the one without it, brought within, or what the first other way finds.
-
-    Of few samples, the best of all ways.
-    """
+    """Return a plan within the limit on tokens, by the first way that comes near the bound; None if no way finds one."""
     plan = search(replace(problem, tokens=None))[0]
     if plan is not None and problem.allows(plan):
         return plan
@@ -170,7 +165,7 @@ def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -
 
 
 def _by_tokens(problem: Problem) -> Ints | None:
-    """Return a plan that balances the tokens, which is the best for their limit."""
+    """Return a plan that balances the tokens."""
     assert problem.tokens is not None
     order = np.argsort(-problem.tokens, kind="stable")
     tokens = to_integers(problem.tokens[order].astype(np.float64), problem.ranks)
@@ -179,7 +174,7 @@ def _by_tokens(problem: Problem) -> Ints | None:
 
 
 def _brought_within(problem: Problem, plan: Ints) -> Ints | None:
-    """Return a plan within the limit on tokens, with as small a largest load as swaps find; None if they find none."""
+    """Return a plan that swaps bring within the limit on tokens at the least load; None if they find none."""
     assert problem.tokens is not None
     load = problem.largest_load(plan)
     for slower in _SLOWER:
@@ -190,21 +185,15 @@ def _brought_within(problem: Problem, plan: Ints) -> Ints | None:
 
 
 def level_tokens(problem: Problem, plan: Ints, tokens: Ints) -> Ints:
-    """Return a plan in which the rank with most tokens has fewer, and the slowest is no slower.
-
-    Args:
-        problem: the problem that was planned.
-        plan: the rank of every sample.
-        tokens: at least 1, shape ``[samples]``.
-    """
+    """Return a plan with more equal tokens (at least 1 each, shape ``[samples]``) whose slowest rank is no slower."""
     target = CLOSE_ENOUGH * int(tokens.sum()) / problem.ranks
     found = _fewer_tokens(problem, plan, tokens, problem.largest_load(plan), target)
     return found if problem.allows(found) else plan
 
 
 def _fewer_tokens(problem: Problem, plan: Ints, tokens: Ints, load: float, target: float) -> Ints:
-    """Return a plan whose ranks have at most, or not much more than, ``target`` tokens, and no load above ``load``."""
-    # the same swaps, with the parts of cost and tokens exchanged
+    """Return a plan whose ranks have about ``target`` tokens at most, and no load above ``load``."""
+    # cost and tokens change roles
     order = dearest_first(tokens)
     swapped = replace(problem, cost=tokens[order], tokens=problem.cost[order], max_tokens=int(load))
     found = np.empty_like(plan)

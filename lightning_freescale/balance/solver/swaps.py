@@ -1,4 +1,4 @@
-"""Lower the slowest rank's load by swaps and moves between pairs of ranks."""
+"""Swaps and moves between pairs of ranks, which lower the load of the slowest rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from lightning_freescale.balance.solver.bounds import Ints, Mask, Problem
 
 ROUNDS, PATIENCE = 200, 8
 CANDIDATES = 64
-"""Samples of a rank that are tried, evenly spread from expensive to cheap; ranks with more are balanced by their number."""
+"""Maximum number of a rank's samples that are tried, evenly spread from expensive to cheap."""
 _SPARSE = 16
-"""How many times more slots than samples the table may have."""
+"""Maximum number of slots of the table per sample."""
 _NEVER = np.iinfo(np.int64).max
 
 
 def refine(problem: Problem, rank_of_sample: Ints, target: float) -> Ints:
-    """Pair the slowest ranks with the quickest, make the best swap of each pair, and repeat; return the rank of every sample.
+    """Pair the slowest ranks with the quickest, make the best swap of each pair, and repeat; return the rank of each sample.
 
-    Stops when no rank is above ``target``, after ``PATIENCE`` rounds that could not help the slowest rank, or after
-    ``ROUNDS``: never by a clock, so all ranks stop at the same plan. No swap makes the slower of its two ranks slower.
+    The loop stops when no rank is above ``target``, after ``PATIENCE`` rounds that did not help the slowest rank, or after
+    ``ROUNDS``. It reads no clock, so that all ranks stop at the same plan. No swap makes the slower of its two ranks slower.
     """
     count = np.bincount(rank_of_sample, minlength=problem.ranks)
-    sparse = problem.ranks * int(count.max()) > _SPARSE * len(rank_of_sample)  # only if outliers leave the rest to few ranks
+    sparse = problem.ranks * int(count.max()) > _SPARSE * len(rank_of_sample)  # outliers leave the other samples to few ranks
     if problem.ranks == 1 or sparse or problem.largest_load(rank_of_sample) <= target:
         return rank_of_sample
     sample = _samples_of_ranks(problem, rank_of_sample, count)
@@ -32,12 +32,12 @@ def refine(problem: Problem, rank_of_sample: Ints, target: float) -> Ints:
         limits.append(_Amounts(problem.tokens, sample, 0, problem.max_tokens))
     slots = sample.shape[1]
     columns = np.arange(slots) if slots <= CANDIDATES else np.unique(np.linspace(0, slots - 1, CANDIDATES).astype(np.int64))
-    refined, failed = np.append(rank_of_sample, -1), 0  # the last is for empty slots
+    refined, failed = np.append(rank_of_sample, -1), 0  # the last element is for empty slots
     for _ in range(ROUNDS):
         above = int(np.count_nonzero(cost.held > target))
         if not above or failed == PATIENCE:
             break
-        # while the slowest finds no partner, the others would gain nothing, and it tries another one
+        # after a failure, only the slowest rank tries another partner, because the step waits for it
         pairs, by_load = min(1 if failed else above, problem.ranks // 2), np.argsort(-cost.held, kind="stable")
         slow, quick = by_load[:pairs], by_load[::-1][(np.arange(pairs) + failed) % (problem.ranks - pairs)]
         costs = cost.table[slow[:, None], columns], cost.table[quick[:, None], columns]
@@ -54,9 +54,9 @@ def refine(problem: Problem, rank_of_sample: Ints, target: float) -> Ints:
 
 
 def _samples_of_ranks(problem: Problem, rank_of_sample: Ints, count: Ints) -> Ints:
-    """Return the samples of every rank, shape ``[ranks, slots]``, the most expensive first; an empty slot holds -1."""
-    slots = int(count.max()) + (problem.min_samples < problem.max_samples)  # an empty slot turns a swap into a move
-    key = rank_of_sample.astype(np.min_scalar_type(problem.ranks))  # numpy sorts short integers in linear time
+    """Return the samples of each rank, the most expensive first, shape ``[ranks, slots]``; an empty slot holds -1."""
+    slots = int(count.max()) + (problem.min_samples < problem.max_samples)  # a swap with an empty slot is a move
+    key = rank_of_sample.astype(np.min_scalar_type(problem.ranks))  # numpy sorts 16-bit integers in linear time
     by_rank = np.argsort(key, kind="stable")
     table = np.full((problem.ranks, slots), -1)
     table[rank_of_sample[by_rank], np.arange(len(key)) - np.repeat(np.cumsum(count) - count, count)] = by_rank
@@ -64,7 +64,7 @@ def _samples_of_ranks(problem: Problem, rank_of_sample: Ints, count: Ints) -> In
 
 
 class _Amounts:
-    """Costs, samples or tokens in a table ``[ranks, slots]``, and how many each rank holds within its limits."""
+    """Costs, samples or tokens in a table ``[ranks, slots]``, with the sum and the limits of each rank."""
 
     def __init__(self, values: Ints, sample: Ints, least: int = 0, most: int = _NEVER) -> None:
         self.table = np.append(values, 0)[sample]  # an empty slot is sample -1
@@ -73,24 +73,24 @@ class _Amounts:
         self.largest = int(self.table.max())
 
     def swap(self, ours: tuple[Ints, Ints], theirs: tuple[Ints, Ints]) -> None:
-        """Swap the slots ``(ranks, columns)`` of one side with those of the other."""
+        """Swap the slots ``(ranks, columns)`` of both sides."""
         more = self.table[ours] - self.table[theirs]
         self.held[ours[0]] -= more
         self.held[theirs[0]] += more
         self.table[ours], self.table[theirs] = self.table[theirs], self.table[ours]
 
     def allowed(self, slow: Ints, quick: Ints) -> tuple[Ints, Ints]:
-        """Return the least and the most that each pair may move from slow to quick within the limits, shape ``[pairs]``."""
+        """Return the minimum and maximum amount that each pair may move from slow to quick, shape ``[pairs]``."""
         low = np.maximum(self.held[slow] - self.most, self.least - self.held[quick])
         return low, np.minimum(self.held[slow] - self.least, self.most - self.held[quick])
 
 
 def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Ints) -> Mask:
-    """Return which swaps a limit forbids, shape ``[pairs, candidates, candidates]``; an empty array if none."""
+    """Return the mask of forbidden swaps, shape ``[pairs, candidates, candidates]``; an empty array if none is."""
     blocked = np.zeros((0, 0, 0), dtype=bool)
     for limit in limits:
         low, high = limit.allowed(slow, quick)
-        near = np.flatnonzero((low > -limit.largest) | (high < limit.largest))  # a single swap could exceed the limit
+        near = np.flatnonzero((low > -limit.largest) | (high < limit.largest))  # pairs whose swap could exceed the limit
         if len(near):
             blocked = blocked if blocked.size else np.zeros((len(slow), len(columns), len(columns)), dtype=bool)
             ours, theirs = limit.table[slow[near][:, None], columns], limit.table[quick[near][:, None], columns]
@@ -100,17 +100,10 @@ def _blocked_swaps(limits: list[_Amounts], slow: Ints, quick: Ints, columns: Int
 
 
 def _best_swap(slow: Ints, quick: Ints, slow_load: Ints, quick_load: Ints, blocked: Mask) -> Ints:
-    """Return which sample to give and which to take so that the larger of the two loads becomes smallest.
+    """Return ``give * candidates + take`` of the swap that makes the larger load of each pair smallest, shape ``[pairs]``.
 
-    Args:
-        slow: costs that the slow rank of each pair may give, shape ``[pairs, candidates]``; 0 is an empty slot.
-        quick: costs that its partner may give back, the same shape.
-        slow_load: summed cost of the slow ranks, shape ``[pairs]``.
-        quick_load: of their partners.
-        blocked: swaps that are not allowed, shape ``[pairs, candidates, candidates]``; empty if all are.
-
-    Returns:
-        ``give * candidates + take`` of every pair, the first of equals; -1 where no swap helps. Shape ``[pairs]``.
+    The result is -1 for pairs that no swap helps. ``slow`` and ``quick`` hold the costs that may be swapped, shape
+    ``[pairs, candidates]``, and 0 for empty slots.
     """
     pairs, candidates = slow.shape
     more = slow[:, :, None] - quick[:, None, :]
