@@ -1,9 +1,9 @@
-"""docs/benchmarks.md: what runs on a GPU is run by tests/gpu_benchmarks; here, that its programs take these options."""
+"""docs/benchmarks/gpu.md: the programs know the options on the page; tests/gpu_benchmarks runs them."""
 
 from tests.docs.excerpts import Excerpts, shell
 from tests.docs.pages import ROOT
 
-page = Excerpts("docs/benchmarks.md")
+page = Excerpts("docs/benchmarks/gpu.md")
 for _ in range(3):
     for line in page.text("bash").splitlines():
         program, *words = line.split("#")[0].split("&&")[0].split()[1:]
