@@ -1,4 +1,4 @@
-"""Observe where a rank stands when a run hangs, and show all ranks as a document and as a printed table."""
+"""The state of a rank that hangs, and the report on all ranks as a document and as text."""
 
 from __future__ import annotations
 
@@ -24,23 +24,19 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 
 _LAST_STEPS = 5
 _OWN_THREADS = ("freescale-hang", "freescale-profiler")
-"""Threads whose waiting for other ranks does not hold up training."""
+"""Threads that training does not wait for."""
 _WIDTH = 120
 _CODE = 60
-"""Characters of a line of code that are shown."""
-Standing = Mapping[str, Any]
-"""The standing of one rank, see :meth:`RankObserver.standing`."""
+"""The number of characters shown of a line of code."""
+State = Mapping[str, Any]
+"""The state of one rank, see :meth:`RankObserver.state`."""
 
 
 class RankObserver:
-    """Observes where this rank stands, from another thread than the one that trains, which never waits for it.
+    """Observes the state of this rank on another thread, without making the thread that trains wait.
 
-    Where stamps are of a device, seconds count from when the rank was first seen there: an event that the device has not
+    With stamps of a device, seconds are counted from the first observation of a state, because an event that the device has not
     reached has no time yet.
-
-    Args:
-        timeline: the rank records its steps on it.
-        rank: of this process.
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
@@ -48,14 +44,14 @@ class RankObserver:
         self._in: tuple[Any, float] = (None, time.perf_counter())
 
     def look(self) -> None:
-        """Note what the rank is in, without asking where in the code that is."""
+        """Note the exchange or stage of the rank, without its line of code."""
         record, _ = self._timeline.position()
         now_in = _innermost(record)
         if now_in is not self._in[0]:
             self._in = now_in, time.perf_counter()
 
-    def standing(self) -> dict[str, Any]:
-        """Return where the rank stands, as the document of a hang has it of every rank."""
+    def state(self) -> dict[str, Any]:
+        """Return the state of the rank, an entry of ``ranks`` in ``hang.json``."""
         self.look()
         record, counts = self._timeline.position()
         now_in = _innermost(record)
@@ -87,7 +83,7 @@ class RankObserver:
         return now - max(self._in[1], ended[-1][1] if ended else 0.0)
 
     def _other_threads(self, frames: dict[int, Any], now: float) -> list[dict[str, Any]]:
-        """Return what other Python threads are at that exchange something, or run a job of this package."""
+        """Return the other Python threads that run an exchange or a job of this package."""
         found = []
         for thread in threading.enumerate():
             exchange, frame = self._timeline.under_way.get(thread.ident or 0), frames.get(thread.ident or 0)
@@ -102,7 +98,7 @@ class RankObserver:
 
 
 def _innermost(record: StepRecord | None) -> Collective | Span | None:
-    """Return the exchange that a step's thread waits for, or else its last stage that has not ended."""
+    """Return the exchange that the step waits for, otherwise the last stage that has not ended."""
     if record is None:
         return None
     if record.collectives and record.collectives[-1].end is None:
@@ -118,8 +114,8 @@ def _as_document(exchange: Collective) -> dict[str, Any]:
 
 
 def _ranks_of(group: str) -> list[int] | None:
-    """Return the ranks that take part in the exchanges of a group or in a message; None if all do."""
-    message = re.search(r" (any|\d+)>(\d+) ", group)  # from one rank to another
+    """Return the ranks of a group or of a message; None for all ranks."""
+    message = re.search(r" (any|\d+)>(\d+) ", group)
     if message is not None:
         return [int(rank) for rank in message.groups() if rank != "any"]
     groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
@@ -133,10 +129,10 @@ def _named(span: Span) -> str:
 
 
 def why_silent(host: str, process: int) -> str:
-    """Return why a rank's process does not say where it stands, as far as that can be seen from here."""
+    """Return the reason why the process of a rank does not answer, as far as this process can see it."""
     named = f"process {process} on {host}"
     if host != socket.gethostname() or not sys.platform.startswith("linux"):
-        return f"{named} has ended or is frozen, or the network is gone"
+        return f"{named} has ended or is stopped, or the network is down"
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -144,20 +140,17 @@ def why_silent(host: str, process: int) -> str:
     if state in "ZX":
         return f"{named} has ended"
     if state in "Tt":
-        return f"{named} is stopped; kill -CONT {process} lets it go on"
-    return f"{named} runs no Python: code that is not Python's holds its lock, or it has no turn on a core"
+        return f"{named} is stopped; kill -CONT {process} continues it"
+    return f"{named} runs no Python: other code holds the interpreter lock, or it gets no processor time"
 
 
 # -- all ranks together
 
 
-def hang_document(why: str, ranks: Sequence[Standing], next_s: float | None) -> dict[str, Any]:
-    """Return a hang as it is kept in ``hang.json``: where every rank stands, and who is missing in which exchange.
+def hang_document(why: str, ranks: Sequence[State], next_s: float | None) -> dict[str, Any]:
+    """Return a report of ``hang.json``: the state of every rank, and the ranks that are missing in each exchange.
 
-    Args:
-        why: the ranks were asked.
-        ranks: what each answered.
-        next_s: seconds without a step after which they are asked again; None if they are not.
+    ``why`` is the reason of the report, ``next_s`` the seconds without a step until the next one, None if there is none.
     """
     exchanges = [one["exchange"] for one in ranks if one.get("exchange")]
     awaited = {(exchange["group"], exchange["step"], exchange["number"]) for exchange in exchanges}
@@ -170,8 +163,8 @@ def hang_document(why: str, ranks: Sequence[Standing], next_s: float | None) -> 
     }
 
 
-def _exchange(place: tuple[str, int, int], ranks: Sequence[Standing]) -> dict[str, Any]:
-    """Return who waits in an exchange and who is missing. A rank has come to it if it has begun more of the group's."""
+def _exchange(place: tuple[str, int, int], ranks: Sequence[State]) -> dict[str, Any]:
+    """Return the ranks that wait in an exchange and those that have begun fewer exchanges of its group in the step."""
     group, step, number = place
     inside = [one for one in ranks if (at := one.get("exchange")) and (at["group"], at["step"], at["number"]) == place]
     members = inside[0]["exchange"]["ranks"] or [one["rank"] for one in ranks]
@@ -186,22 +179,22 @@ def _exchange(place: tuple[str, int, int], ranks: Sequence[Standing]) -> dict[st
     }
 
 
-def _is_missing(rank: Standing, group: str, place: tuple[int, int]) -> bool:
+def _is_missing(rank: State, group: str, place: tuple[int, int]) -> bool:
     if "step" not in rank:
         return "ended" in rank
     return rank["step"] is None or (rank["step"], rank["exchanges_begun"].get(group, 0)) <= place
 
 
 def hang_text(document: Mapping[str, Any]) -> str:
-    """Return the document of a hang as text for the terminal, no line wider than 120 characters but where names are."""
-    again = "" if document["next_s"] is None else f"; if no step ends, this comes again after {document['next_s']:.0f} s"
-    lines = [f"BubbleProfiler: {document['why']}. Training is left alone{again}."]
+    """Return a report as text; sentences are wrapped at 120 characters, rows of the table are not."""
+    again = "" if document["next_s"] is None else f"; if no step ends, the next report follows after {document['next_s']:.0f} s"
+    lines = [f"BubbleProfiler: {document['why']}. Training continues{again}."]
     lines += [line for exchange in document["exchanges"] for line in _about(exchange, document["ranks"])]
     wrapped = [line for each in lines for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")]
     return "\n".join([*wrapped, *_table(document["ranks"]), *_threads(document["ranks"])])
 
 
-def _about(exchange: Mapping[str, Any], ranks: Sequence[Standing]) -> Iterator[str]:
+def _about(exchange: Mapping[str, Any], ranks: Sequence[State]) -> Iterator[str]:
     names, waiting, missing, unknown = (exchange[name] for name in ("names", "waiting", "missing", "unknown"))
     group = "" if exchange["group"] in names else f" in group {exchange['group']}"
     at = f"exchange {exchange['number']} of step {exchange['step']}{group}"
@@ -209,22 +202,22 @@ def _about(exchange: Mapping[str, Any], ranks: Sequence[Standing]) -> Iterator[s
     differ = len({"message" if name in ("send", "recv") else name for name in names}) > 1
     if differ:
         each = ", ".join(f"{in_words(those)} call{'s'[: len(those) == 1]} {name}" for name, those in names.items())
-        yield f"the ranks call different exchanges ({at}): {each}; none of them can end"
+        yield f"the ranks call different exchanges ({at}), so none of these can end: {each}"
     if missing:
-        stages = {rank["rank"]: _stands_in(rank) for rank in ranks if rank["rank"] in missing}
+        stages = {rank["rank"]: _state_of(rank) for rank in ranks if rank["rank"] in missing}
         where = "; ".join(f"{in_words(those)} {'is' if len(those) == 1 else 'are'} in {stage}" for stage, those in _by(stages))
         has = "has" if len(missing) == 1 else "have"
-        yield f"{in_words(missing)} {has} not come to {name} ({at}), in which {wait}: {where}"
+        yield f"{in_words(missing)} {has} not reached {name} ({at}), where {wait}: {where}"
     if unknown:
-        yield f"{in_words(unknown)} cannot be asked, and {wait} in {name} ({at})"
+        yield f"{in_words(unknown)} {'does' if len(unknown) == 1 else 'do'} not answer, and {wait} in {name} ({at})"
     if not missing and not unknown and not differ:
-        yield f"all ranks have come to {name} ({at}), in which {wait}: its messages are under way, or lost"
+        yield f"all ranks have reached {name} ({at}), where {wait}: its messages are pending or lost"
 
 
-def _table(ranks: Sequence[Standing]) -> list[str]:
-    """Return the lines of the table; ranks that stand alike share a row."""
+def _table(ranks: Sequence[State]) -> list[str]:
+    """Return the lines of the table. Ranks in the same state share a row."""
     by_rank = {rank["rank"]: rank for rank in ranks}
-    lines = [("ranks", "step", "last steps", "for", "stands in")]
+    lines = [("ranks", "step", "last steps", "for", "state")]
     for (step, text), those in _by({number: _row(rank) for number, rank in by_rank.items()}):
         alike = [by_rank[number] for number in those]
         steps = [seconds for rank in alike for seconds in rank.get("last_steps_s", ())]
@@ -235,24 +228,24 @@ def _table(ranks: Sequence[Standing]) -> list[str]:
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(line, wide)), line[4]]) for line in lines]
 
 
-def _row(rank: Standing) -> tuple[str, str]:
+def _row(rank: State) -> tuple[str, str]:
     if "silent" in rank:
-        return "-", f"cannot be asked: {rank['silent']}"
+        return "-", f"does not answer: {rank['silent']}"
     if "ended" in rank:
-        return "-", _stands_in(rank)
+        return "-", _state_of(rank)
     code = "" if rank["code"] is None else f": {textwrap.shorten(rank['code'], _CODE, placeholder=' ...')}"
     step = "-" if rank["step"] is None else str(rank["step"])
-    return step, f"{_stands_in(rank)}, at {rank['place']}{code}"
+    return step, f"{_state_of(rank)}, at {rank['place']}{code}"
 
 
-def _stands_in(rank: Standing) -> str:
+def _state_of(rank: State) -> str:
     if "ended" in rank:
-        return "nothing any more: its training has ended"
+        return "training has ended"
     exchange = rank["exchange"]
     return str(rank["stage"]) if exchange is None else f"{exchange['name']}{_of_bytes(exchange)} ({rank['stage']})"
 
 
-def _threads(ranks: Sequence[Standing]) -> Iterator[str]:
+def _threads(ranks: Sequence[State]) -> Iterator[str]:
     for rank in ranks:
         for thread in rank.get("threads", ()):
             since = "" if thread["since_s"] is None else f" for {_s(thread['since_s'])} s"
@@ -266,7 +259,7 @@ def _of_bytes(exchange: Mapping[str, Any]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return the numbers of some ranks, neighbours as one: ``"0-2, 5"``."""
+    """Return the numbers of the ranks, consecutive ones as a range, such as ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -277,12 +270,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"`` or ``"ranks 0-2, 5"``."""
+    """Return text such as ``"rank 3"`` or ``"ranks 0-2, 5"``."""
     return f"rank{'s'[: len(ranks) > 1]} {ranks_in_words(ranks)}"
 
 
 def _by(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Group ranks by their values, in the order of the lowest."""
+    """Group ranks by their values, in the order of the lowest rank."""
     found: dict[Any, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)

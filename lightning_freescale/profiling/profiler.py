@@ -1,4 +1,4 @@
-"""Profile a training loop: record steps, bring those of all ranks together now and then, and write the report."""
+"""Profile a training loop: record steps, exchange them between the ranks, and write the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.collection.history import FitCosts, History
-from lightning_freescale.profiling.collection.rank_exchange import KinetoSteps, RankExchange, StepBuffer, gather_to_all
+from lightning_freescale.profiling.collection.rank_exchange import RankExchange, StepBuffer, gather_to_all, gather_trace
 from lightning_freescale.profiling.recording.memory import MemoryReading, memory_reader
 from lightning_freescale.profiling.recording.records import ResolvedStep, StepRecord
 from lightning_freescale.profiling.recording.timeline import Timeline, seconds_per_stamp
@@ -32,33 +32,33 @@ from lightning_freescale.profiling.reporting.trace import write_trace
 from lightning_freescale.profiling.reporting.verdict import Advise
 
 _LAG = 2
-"""The newest steps wait for the next exchange: they may still run on a device, and nothing should wait for it."""
+"""The newest steps wait for the next exchange, because the device may still run them."""
 _MAX_TRACED = 3200
-"""Steps times ranks of a trace, which make some 20 MB."""
+"""The largest number of steps times ranks in a trace, which is about 20 MB."""
 _PATIENCE = 2.0
-"""Seconds for an exchange that is under way when the run ends; longer only takes one that waits for a rank that is gone."""
+"""Seconds to wait for a pending exchange when the run ends. Only an exchange with a lost rank takes longer."""
 _NO_EXCHANGE: Future[dict[str, float] | None] = Future()
 _NO_EXCHANGE.set_result(None)
 _LEAST = {"every_n_steps": 1, "warmup_steps": 0, "max_steps": 1, "trace_steps": 0, "torch_profiler_steps": 0}
 _REFRESH_SHARE = 0.002
-"""Share of the run that writing the report again and again may take."""
+"""The largest share of the run that interim reports may take."""
 
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """How often and how much to profile.
+    """Options of the profiler.
 
     Attributes:
-        every_n_steps: how often the ranks exchange what they recorded.
-        warmup_steps: first steps to leave out.
-        max_steps: the report covers this many steps at most, the last ones.
-        trace_steps: how many of the last steps keep all their stamps, for the trace; 0 for no trace. With more than 64 ranks
-            fewer, 3200 steps times ranks in all.
-        torch_profiler_steps: how many steps after the first exchange torch.profiler watches; they are in the trace, not in the
-            report, and whole, as torch writes them, in a file per rank of the folder ``torch_profiler``.
+        every_n_steps: number of steps between two exchanges of records between the ranks.
+        warmup_steps: number of first steps that are left out.
+        max_steps: largest number of steps in the report, counted from the end.
+        trace_steps: number of steps in the trace, counted from the end; 0 disables the trace. With more than 64 ranks, the
+            trace has fewer steps: at most 3200 steps times ranks.
+        torch_profiler_steps: number of steps, after the first exchange, that ``torch.profiler`` records. They are part of the
+            trace but not of the report. Each rank also writes torch's own file to the folder ``torch_profiler``.
 
     Raises:
-        ValueError: a value does not fit.
+        ValueError: a value is invalid.
     """
 
     every_n_steps: int = 50
@@ -71,27 +71,27 @@ class ProfilerOptions:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r}: pass a whole number, {least} or more")
+                raise ValueError(f"{name}={value!r} is invalid. Pass a whole number of at least {least}")
 
 
 class StepProfiler:
-    """One run on one rank. The training loop stamps the steps; ``docs/profiler.md`` shows a plain loop.
+    """Profiles one run on one rank. The training loop stamps the steps; ``docs/profiler.md`` shows a plain loop.
 
     Args:
-        timeline: that the run is recorded on, enabled.
-        device: of the run.
-        group: a gloo group of all ranks that serves nothing else, or None if there is one rank; every collective here is on it.
-        options: how often and how much.
-        run: what is run.
-        dirpath: where rank 0 writes its files, and every rank its window of torch.profiler.
-        fit_costs: fits what the ranks worked on to their compute times.
-        advise: knows how the run was set up, for the advice of the verdict.
+        timeline: enabled timeline on which the run is recorded.
+        device: device of the rank.
+        group: gloo group of all ranks that has no other use; None with one rank. All collectives use it.
+        options: number of steps per exchange, report and trace.
+        run: description of the run.
+        dirpath: folder for the files.
+        fit_costs: function that fits the features of the ranks to their compute times.
+        advise: function that returns advice for the verdict, based on the settings of the run.
 
     Raises:
-        OSError: rank 0 cannot write to the folder; on every rank.
+        OSError: rank 0 cannot write to the folder. All ranks raise it.
 
     Attributes:
-        files: what was written; nothing on other ranks than 0.
+        files: paths of the written files by name; empty on ranks other than 0.
     """
 
     def __init__(
@@ -109,49 +109,50 @@ class StepProfiler:
         self.timeline, self.options = timeline, options
         self.files = ReportFiles(dirpath)
         self._leads = group is None or group.rank() == 0
-        problems = gather_to_all(self.files.problem() if self._leads else None, group)  # an error of one rank is one of all
+        problems = gather_to_all(self.files.problem() if self._leads else None, group)  # all ranks raise the error of rank 0
         if problems[0] is not None:
             raise OSError(problems[0])
         if self._leads and not has_plotly():
-            warnings.warn(WITHOUT_PLOTLY, stacklevel=2)  # now, not when days of training have ended
+            warnings.warn(WITHOUT_PLOTLY, stacklevel=2)  # now, and not after days of training
         self._history = History(run, options.max_steps, fit_costs, advise)
-        watched, window = options.torch_profiler_steps, self.files.window(0 if group is None else group.rank())
-        self._kineto = KinetoSteps(KinetoWindow(watched, device, window) if watched else None)
+        file = self.files.kineto_file(0 if group is None else group.rank())
+        self._kineto = KinetoWindow(options.torch_profiler_steps, device, file)
+        self._kineto_steps: list[ResolvedStep] = []
         self._buffer = StepBuffer(timeline, min(options.trace_steps, max(1, _MAX_TRACED // run.world_size)))
         self._exchange = RankExchange(group, timeline.clock)
         self._ended_steps = 0
         self._stamp_cost = seconds_per_stamp(device)
         self._read_memory: Callable[[], MemoryReading | None] = memory_reader(device) or (lambda: None)
-        # on the training thread an exchange takes up to 100 ms with 8 ranks on two cores, most of it waiting for ranks whose
-        # turn on a core has not come; on its own thread it runs while training waits or a device computes
+        # on the training thread an exchange takes up to 100 ms with 8 ranks on two cores, most of it waiting for ranks without
+        # a core; on a separate thread it runs while training waits or a device computes
         self._worker = WorkerThread("freescale-profiler")
         self._pending = _NO_EXCHANGE
 
-    # -- while training
+    # -- during training
 
     def end_step(
         self, samples: int = 0, features: Any = None, predicted: float | None = None, plan: PlannedStep | None = None
     ) -> dict[str, float] | None:
-        """End the step in progress and open the next. Every now and then the ranks exchange their records, in the background.
+        """End the step in progress and open the next. Every few steps, the ranks exchange their records in the background.
 
         Args:
-            samples: of this rank in the step; 0 if unknown.
-            features: what it worked on, as many numbers on every rank, for ``fit_costs``; None if unknown.
-            predicted: how long that should take, in any unit that the ranks share in a step; None if unknown.
-            plan: on rank 0, what the step's plan says of the balance of all ranks; None if unknown.
+            samples: number of samples of this rank in the step; 0 if unknown.
+            features: numbers that describe the work of this rank for ``fit_costs``, as many on every rank; None if unknown.
+            predicted: predicted compute, in a unit that all ranks share in this step; None if unknown.
+            plan: balance of all ranks in the plan of the step, passed on rank 0; None if unknown.
 
         Returns:
-            On rank 0, after an exchange, scalars of the steps that it was about.
+            On rank 0, after an exchange, scalars of its steps; otherwise None.
 
         Raises:
-            RuntimeError: an exchange has failed, because a rank is gone.
+            RuntimeError: an exchange has failed because a rank is lost.
         """
         record = self.timeline.close_step(samples, features, predicted, plan)
         self.timeline.open_step(record.end if record is not None else None)
         if record is None:
             return None
         self._ended_steps += 1
-        if self._kineto.keep_watched(record):
+        if self._kineto.add_step(record):
             self._pause(self._kineto.stop_after_last)
         elif self._ended_steps > self.options.warmup_steps:
             self._buffer.add_step(record)
@@ -160,32 +161,33 @@ class StepProfiler:
         return self._new_scalars()
 
     def end_epoch(self) -> dict[str, float] | None:
-        """Compare the ranks' clocks if it is time, which is a good moment; return scalars as :meth:`end_step`. Collective."""
-        self._pending.exception()  # after the same exchanges all ranks agree on whether it is
+        """Compare the ranks' clocks if it is time, and return scalars like :meth:`end_step`. Collective."""
+        self._pending.exception()  # after the same exchanges, all ranks agree on whether it is time
         scalars = self._new_scalars()
         self._exchange.sync_clocks_if_due()
         return scalars
 
     def note_assignment(self, assignment: str | None) -> None:
-        """Note how samples are assigned to the ranks, where that was chosen while training."""
+        """Record how samples are assigned to the ranks, if that was chosen during training."""
         self._history.note_assignment(assignment)
 
     # -- at the end
 
     def write_report(self) -> BubbleReport | None:
-        """Return the report, on rank 0, which writes its files; None if there is nothing to report. Collective.
+        """Return the report on rank 0 and write its files; return None if there is nothing to report. Collective.
 
         Raises:
-            RuntimeError: an exchange has failed, because a rank is gone; :meth:`write_interrupted_report` needs no other rank.
+            RuntimeError: an exchange has failed because a rank is lost. :meth:`write_interrupted_report` needs no other rank.
         """
         self._pending.result()
-        self._kineto.stop_early()
+        self._kineto.stop()
         self._exchange.sync_clocks()
         if self._buffer.waiting:
             self._exchange_steps(self._buffer.take_steps(0), self._read_memory())
         to_rank_zero = self._exchange.alignment.to_rank_zero
-        self._kineto.resolve_watched(self._buffer, to_rank_zero)
-        traced, events, idle = self._kineto.gather_trace(list(self._buffer.recent), to_rank_zero, self._exchange.group)
+        self._resolve_kineto_steps()
+        steps = [*self._kineto_steps, *self._buffer.recent]
+        traced, events, idle = gather_trace(self._kineto, steps, to_rank_zero, self._exchange.group)
         self._worker.stop(_PATIENCE)
         if not self._leads or not self._history.added:
             return None
@@ -193,16 +195,16 @@ class StepProfiler:
         return self.files.write(lambda: self._report(status, traced, idle), traced, events)
 
     def write_interrupted_report(self, reason: str) -> BubbleReport | None:
-        """Return the report of the steps done so far, on rank 0, which writes its files; no other rank is asked for anything.
+        """Return the report of the steps so far on rank 0 and write its files, without any communication.
 
-        Before the first exchange these are rank 0's own steps, whose waits are not divided.
+        Before the first exchange, the report has the steps of rank 0 alone, and waits are not divided.
         """
-        self._kineto.stop_early()
+        self._kineto.stop()
         self._worker.stop(_PATIENCE)
         if not self._leads:
             return None
         if not self._history.added and self._buffer.count:
-            why = "the run ended before the ranks exchanged anything: these are the steps of rank 0 alone"
+            why = "the run ended before the first exchange of records, so the report has the steps of rank 0 alone"
             records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
             window = self._exchange.own_window(steps, *_work_of(records), why)
             self._history.add_windows([window], [record.plan for record in records])
@@ -223,7 +225,7 @@ class StepProfiler:
         if not self._pending.done():
             self._pause(self._pending.result)
         scalars = self._new_scalars()
-        # here, at the end of a step: on its thread the next step would be half done
+        # memory is read here, at the end of a step: on the worker the next step would have begun
         self._pending = self._worker.submit(self._run_exchange, self._buffer.take_steps(_LAG), self._read_memory())
         self._pause(self._kineto.start_once)
         return scalars
@@ -235,7 +237,7 @@ class StepProfiler:
         return pending.result()
 
     def _run_exchange(self, records: list[StepRecord], memory: MemoryReading | None) -> dict[str, float] | None:
-        """Exchange the records on the worker's thread; on rank 0 refresh the report and return its scalars."""
+        """Run on the worker: exchange the records; on rank 0, refresh the report and return its scalars."""
         self._exchange.spent_here = self._worker.cpu_seconds
         self._exchange_steps(records, memory)
         if not self._leads:
@@ -244,12 +246,16 @@ class StepProfiler:
         return self._history.newest_scalars()
 
     def _exchange_steps(self, records: list[StepRecord], memory: MemoryReading | None) -> None:
-        to_rank_zero = self._exchange.alignment.to_rank_zero
-        self._kineto.resolve_watched(self._buffer, to_rank_zero)
-        steps = self._buffer.resolve_taken(records, to_rank_zero)
+        self._resolve_kineto_steps()
+        steps = self._buffer.resolve_taken(records, self._exchange.alignment.to_rank_zero)
         windows = self._exchange.exchange_steps(steps, *_work_of(records), memory)
         if windows is not None:
             self._history.add_windows(windows, [record.plan for record in records])
+
+    def _resolve_kineto_steps(self) -> None:
+        """Resolve the steps of a window that has stopped, before their stamps are released."""
+        if not self._kineto.running and len(self._kineto_steps) < len(self._kineto.records):
+            self._kineto_steps = self._buffer.resolve_only(self._kineto.records, self._exchange.alignment.to_rank_zero)
 
     def _report(self, status: Status, traced: Sequence[Any] | None = None, idle: Any = None) -> BubbleReport:
         steps = self._ended_steps
@@ -262,12 +268,9 @@ def _work_of(records: Sequence[StepRecord]) -> tuple[list[Any], list[float | Non
 
 
 class ReportFiles(dict[str, Path]):
-    """``report.json``, ``report.html`` and ``trace.json``, by ``"report"``, ``"page"`` and ``"trace"`` once they are written.
+    """The paths of the files that have been written: ``"report"``, ``"page"`` and ``"trace"``.
 
-    A file that cannot be written is a warning, not the end of a training run.
-
-    Args:
-        folder: where.
+    A file that cannot be written causes a warning and does not end training.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -275,33 +278,33 @@ class ReportFiles(dict[str, Path]):
         self.folder = folder
         self._refreshed_at = self._refresh_s = 0.0
         self._final = False
-        self._lock = threading.Lock()  # the thread aside refreshes while the training thread may write the last report
+        self._lock = threading.Lock()  # the worker may refresh while the training thread writes the final report
 
-    def window(self, rank: int) -> Path:
-        """Return the file for what torch.profiler writes on a rank, in a folder of its own for other tools."""
+    def kineto_file(self, rank: int) -> Path:
+        """Return the path of torch.profiler's file of a rank, in a separate folder for other tools."""
         return self.folder / "torch_profiler" / f"rank_{rank}.json.gz"
 
     def problem(self) -> str | None:
-        """Make the folder, without windows of an earlier run, which may have had more ranks.
+        """Create the folder and delete torch.profiler's files of an earlier run, which may have had more ranks.
 
         Returns:
-            why nothing can be written there; None if files can.
+            The reason why the folder is not writable; None if it is.
         """
         probe = self.folder / ".writable"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
             probe.unlink()
-            for earlier in self.window(0).parent.glob("rank_*.json.gz"):
+            for earlier in self.kineto_file(0).parent.glob("rank_*.json.gz"):
                 earlier.unlink()
         except OSError as error:
-            return f"the profiler cannot write to dirpath={str(self.folder)!r}: {error}; pass another one"
+            return f"the profiler cannot write to dirpath={str(self.folder)!r}: {error}. Pass another folder"
         return None
 
     def write(
         self, new_report: Callable[[], BubbleReport], traced: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Any] = ()
     ) -> BubbleReport:
-        """Make the last report and write all files; no trace without steps."""
+        """Build the final report and write all files. There is no trace without steps."""
         with _collector_paused():
             report = new_report()
             with self._writing():
@@ -315,7 +318,7 @@ class ReportFiles(dict[str, Path]):
         return report
 
     def refresh(self, new_report: Callable[[], BubbleReport]) -> None:
-        """Write the report alone, in case the run is killed; as often as costs next to nothing."""
+        """Write an interim ``report.json`` in case the run is killed, if the time since the last one allows it."""
         began = time.perf_counter()
         if began - self._refreshed_at < self._refresh_s / _REFRESH_SHARE:
             return
@@ -331,12 +334,12 @@ class ReportFiles(dict[str, Path]):
             try:
                 yield
             except OSError as error:
-                warnings.warn(f"the profiler could not write its files to {self.folder}: {error}", stacklevel=2)
+                warnings.warn(f"the profiler cannot write its files to {self.folder}: {error}", stacklevel=2)
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Looking again and again through millions of new lists, none of them garbage, took a third of the time."""
+    """Pause garbage collection, which took a third of the time: it scans millions of new lists again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

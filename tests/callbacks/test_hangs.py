@@ -151,8 +151,8 @@ def test_a_late_rank_is_named_and_the_run_goes_on_undisturbed(tmp_path: Path, ca
     printed = capfd.readouterr().err
     written = [json.loads((tmp_path / name / "hang.json").read_text())["reports"] for name in reports]
     assert printed.count("BubbleProfiler: rank") == sum(map(len, written)), "one rank reports for all"
-    assert f"rank 1 has not come to {waits['exchange']['name']}" in printed and "test_hangs.py" in printed
-    assert "rank 1 cannot be asked, and rank 0 waits in" in printed
+    assert f"rank 1 has not reached {waits['exchange']['name']}" in printed and "test_hangs.py" in printed
+    assert "rank 1 does not answer, and rank 0 waits in" in printed
 
 
 @pytest.mark.slow

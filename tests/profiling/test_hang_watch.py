@@ -20,13 +20,13 @@ import torch.distributed as dist
 from lightning_freescale._runtime.worker import start_daemon
 from lightning_freescale.profiling import HangWatch, Timeline
 from lightning_freescale.profiling import hang_watch as module
-from lightning_freescale.profiling.hang_watch import WakeUp
+from lightning_freescale.profiling.hang_watch import SignalPipe
 from lightning_freescale.testing import RankFailed, run_distributed
 
 
 @contextmanager
-def _made(name: str | None) -> Iterator[WakeUp]:
-    one = WakeUp(name)
+def _made(name: str | None) -> Iterator[SignalPipe]:
+    one = SignalPipe(name)
     try:
         yield one
     finally:
@@ -35,30 +35,15 @@ def _made(name: str | None) -> Iterator[WakeUp]:
 
 
 @pytest.fixture
-def wakes() -> Iterator[WakeUp]:
+def wakes() -> Iterator[SignalPipe]:
     """One that listens to SIGUSR2."""
     with _made("SIGUSR2") as one:
         assert one.problem is None
         yield one
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert signal.set_wakeup_fd(-1) == -1
 
 
-@contextmanager
-def _descriptor_of_others() -> Iterator[int]:
-    """A wake-up descriptor that another part of the program has set."""
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes)
-    try:
-        yield writes
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(reads)
-        os.close(writes)
-
-
-def test_the_signal_wakes_and_what_else_wakes_asks_nothing(wakes: WakeUp) -> None:
+def test_the_signal_wakes_and_what_else_wakes_asks_nothing(wakes: SignalPipe) -> None:
     assert not wakes.wait(0.0)
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -67,14 +52,14 @@ def test_the_signal_wakes_and_what_else_wakes_asks_nothing(wakes: WakeUp) -> Non
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not wakes.wait(30.0)
+        assert not wakes.wait(0.1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     wakes.wake()
     assert not wakes.wait(30.0)
 
 
-def test_a_handler_and_a_wake_up_descriptor_of_others_stay() -> None:
+def test_an_existing_handler_stays() -> None:
     def theirs(*_: Any) -> None:
         """Do nothing."""
 
@@ -91,19 +76,22 @@ def test_a_handler_and_a_wake_up_descriptor_of_others_stay() -> None:
             assert wakes.problem is not None and "handler" in wakes.problem
     finally:
         assert faulthandler.unregister(signal.SIGUSR2)
-    with _descriptor_of_others() as writes:
-        with _made("SIGUSR2") as wakes:
-            assert wakes.problem is not None and "asyncio" in wakes.problem
-        assert signal.set_wakeup_fd(-1) == writes
 
 
-def test_what_others_took_over_meanwhile_is_left_to_them(wakes: WakeUp) -> None:
-    with _descriptor_of_others() as writes:
+def test_a_handler_that_others_set_meanwhile_is_left_to_them(wakes: SignalPipe) -> None:
+    def theirs(*_: Any) -> None:
+        """Do nothing."""
+
+    before = signal.signal(signal.SIGUSR2, theirs)
+    try:
         wakes.release()
-        assert signal.set_wakeup_fd(-1) == writes
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGUSR2) is theirs
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
-def test_where_no_signal_can_be_had_it_only_waits() -> None:
+def test_it_handles_signals_for_other_threads_and_waits_without_any() -> None:
     def on_another_thread() -> None:
         with _made("SIGUSR2") as wakes:
             problems.append(wakes.problem)
@@ -112,8 +100,7 @@ def test_where_no_signal_can_be_had_it_only_waits() -> None:
     start_daemon(on_another_thread, "test").join()
     with _made("SIGKILL") as wakes:
         problems.append(wakes.problem)
-        assert signal.set_wakeup_fd(-1) == -1, "no descriptor is left behind"
-    assert "main thread" in str(problems[0]) and "cannot be handled" in str(problems[1])
+    assert problems[0] is None and "cannot be handled" in str(problems[1])
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     with _made(None) as wakes:
         assert wakes.problem is None and not wakes.wait(0.0)

@@ -29,7 +29,7 @@ from lightning_freescale.testing import run_distributed
 
 
 def _stands(timeline: Timeline) -> dict[str, Any]:
-    return json.loads(json.dumps(RankObserver(timeline, 3).standing()))  # as it travels
+    return json.loads(json.dumps(RankObserver(timeline, 3).state()))  # as it travels
 
 
 def test_stages_and_exchanges(timeline: Timeline) -> None:
@@ -111,7 +111,7 @@ def test_stamps_of_a_device_are_not_asked_for_their_time(timeline: Timeline) -> 
     with timeline.collective("all_reduce", "world"):
         seen.look()
         time.sleep(0.02)
-        assert 0.02 <= seen.standing()["since_s"] < 10
+        assert 0.02 <= seen.state()["since_s"] < 10
 
 
 def test_why_a_process_is_silent() -> None:
@@ -162,7 +162,7 @@ def test_who_has_not_come() -> None:
     (exchange,), text = _told(*ranks)
     assert (exchange["waiting"], exchange["missing"], exchange["unknown"]) == ([0, 2], [1], [])
     assert "rank 0 has ended no step for 30 s" in text and "60 s" in text
-    assert "rank 1 has not come to all_reduce (exchange 3 of step 12 in group world)" in text and "ranks 0, 2 wait" in text
+    assert "rank 1 has not reached all_reduce (exchange 3 of step 12 in group world)" in text and "ranks 0, 2 wait" in text
     table = hang_text(hang_document("", ranks, None)).splitlines()[-3:]
     assert [line.split("  ")[0] for line in table] == ["ranks", "0, 2", "1, 3"], "ranks that stand alike are one row"
     for cell in ("all_reduce", "2.5 MB", "forward", "training_step (train.py:7)", "loss = self.model(batch)"):
@@ -187,11 +187,11 @@ def test_different_exchanges_in_the_same_place_and_the_two_ends_of_a_message() -
     assert exchange["names"] == {"all_reduce": [0], "broadcast": [1]}
     assert "different" in text and "rank 1 calls broadcast" in text
     (exchange,), text = _told(_rank(0, 3), _rank(1, 3))
-    assert exchange["missing"] == exchange["unknown"] == [] and "all ranks have come to all_reduce" in text
+    assert exchange["missing"] == exchange["unknown"] == [] and "all ranks have reached all_reduce" in text
     ends = [_rank(k, 0, within={"group": "world 0>1 7", "ranks": [0, 1], "name": ("send", "recv")[k]}) for k in (0, 1)]
     (exchange,), text = _told(*ends, _rank(2))
     assert exchange["missing"] == [] and "different" not in text
-    assert "all ranks have come to send or recv" in text
+    assert "all ranks have reached send or recv" in text
     (exchange,), _ = _told(ends[0], _rank(1), _rank(2))
     assert exchange["missing"] == [1]
 
@@ -200,8 +200,8 @@ def test_ranks_that_do_not_answer_and_that_have_ended() -> None:
     silent, ended = {"rank": 1, "silent": "process 7 on node3 has ended"}, {"rank": 2, "ended": True}
     (exchange,), text = _told(_rank(0, 3), silent, ended)
     assert exchange["unknown"] == [1] and exchange["missing"] == [2]
-    assert "rank 1 cannot be asked, and rank 0 waits in all_reduce" in text
-    assert "process 7 on node3 has ended" in text and "its training has ended" in text
+    assert "rank 1 does not answer, and rank 0 waits in all_reduce" in text
+    assert "process 7 on node3 has ended" in text and "training has ended" in text
 
 
 def test_threads_that_exchange_in_the_background() -> None:

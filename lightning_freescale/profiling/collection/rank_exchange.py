@@ -1,4 +1,4 @@
-"""The steps that a rank has recorded, on their way to the other ranks and into the trace."""
+"""Exchange the recorded steps of a rank with the other ranks, and gather them for the trace."""
 
 from __future__ import annotations
 
@@ -19,47 +19,49 @@ from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import Clock, Collective, ResolvedStep, StepRecord, resolve, stamps_of
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import WaitAttribution
-from lightning_freescale.profiling.reporting.kineto import KinetoWindow
+from lightning_freescale.profiling.reporting.kineto import SHARES, KinetoWindow
 
 _TOO_UNCERTAIN = 0.02
-"""Share of a step's wall time by which clocks may disagree before arrivals are of no use."""
+"""Uncertainty of the clocks, as a share of a step's wall time, above which arrivals are not compared."""
 _FIRST_SYNC, _SYNC_EVERY = 5.0, 60.0
-"""Seconds until the ranks compare their clocks again, twice as long each time, up to the second."""
+"""Seconds until the first comparison of the clocks; the interval doubles up to the second value."""
 _ROUNDS = 12
-"""Round trips of a comparison while training goes on, which takes a few milliseconds."""
+"""Round trips of a comparison during training, which takes a few milliseconds."""
+ToRankZero = Callable[[Any], Any]
+"""Function from this host's clock to rank 0's clock, for seconds or an array of them."""
 
 
 def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, on every rank. Collective on a group that takes CPU tensors (None: one rank).
+    """Return the values of all ranks on every rank. Collective; the group takes CPU tensors, None is one rank.
 
-    They travel as JSON: numbers, text, lists and dicts by text.
+    The values travel as JSON, so they consist of numbers, text, lists, dicts with text as keys, and arrays.
     """
-    return [value] if group is None else [json.loads(each) for each in gather_bytes(_written(value), group)]
+    return [value] if group is None else [json.loads(each) for each in gather_bytes(_encoded(value), group)]
 
 
 def gather_to_rank_zero(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """Return the values of all ranks on rank 0, None on the others; as for :func:`gather_to_all`. Collective."""
+    """Return the values of all ranks on rank 0 and None on the others, see :func:`gather_to_all`. Collective."""
     if group is None:
         return [value]
-    everyone = gather_bytes(_written(value), group, only_first=True)
+    everyone = gather_bytes(_encoded(value), group, only_first=True)
     return [json.loads(each) for each in everyone] if group.rank() == 0 else None
 
 
-def _written(value: Any) -> bytes:
-    return json.dumps(value, default=lambda numbers: numbers.tolist()).encode()  # of numpy
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, default=lambda array: array.tolist()).encode()
 
 
 class RankExchange:
-    """Brings the steps of all ranks together, and divides their waits where the last rank arrived.
+    """Exchanges the steps of all ranks, and divides waits at the arrival of the last rank.
 
-    Every rank works on its own steps and only needs to know when the last rank arrived; rank 0 gets what came of it. Where the
-    ranks' clocks agree too badly to compare arrivals, waits stay undivided. ``group`` is of all ranks and serves nothing else;
-    None if there is one rank.
+    Every rank summarizes its own steps and only needs the last arrivals of the others; rank 0 receives the summaries. If the
+    clocks of the ranks are too uncertain to compare arrivals, waits are not divided.
 
     Attributes:
-        alignment: from this rank's clock to rank 0's.
-        spent_here: processor seconds that exchanges have taken on this rank, for its caller to say.
-        spent: the most of any rank, as of the last exchange.
+        group: a group of all ranks for these exchanges only; None with one rank.
+        alignment: conversion from this rank's clock to rank 0's.
+        spent_here: processor seconds of the exchanges on this rank; the caller sets it.
+        spent: the largest value of any rank in the last exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, clock: Clock) -> None:
@@ -74,14 +76,14 @@ class RankExchange:
         self.sync_clocks()
 
     def sync_clocks(self, idle: bool = True) -> None:
-        """Compare the clocks of all ranks; the device's with the host's if nothing runs. Collective."""
+        """Compare the clocks of all ranks, and if they are idle, the device's clock with the host's. Collective."""
         if idle:
             self._clock.tie()
         self.alignment.measure_offset(self.group, *(() if idle else (_ROUNDS,)))
         self._synced, self._sync_due = time.perf_counter(), False
 
     def sync_clocks_if_due(self, idle: bool = True) -> None:
-        """Compare the clocks if it is time, where all ranks are between two steps. Collective."""
+        """Compare the clocks if the interval is over. All ranks call it between the same two steps. Collective."""
         if self._sync_due:
             self.sync_clocks(idle)
 
@@ -92,7 +94,7 @@ class RankExchange:
         predicted: Sequence[float | None],
         memory: MemoryReading | None = None,
     ) -> list[RankWindow] | None:
-        """Return the same steps of all ranks, and what they held of memory, on rank 0; None on the others. Collective."""
+        """Return the windows of all ranks for the same steps on rank 0, None on the others. Collective."""
         now = time.perf_counter()
         self._steps += len(steps)
         wall = sum(map(wall_of, steps)) / len(steps)
@@ -110,7 +112,7 @@ class RankExchange:
         last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
         window = window_of(steps, last, features, predicted, memory, alone=self.group is None, divided=aligned)
         windows = gather_to_rank_zero(window.as_lists(), self.group)
-        self.sync_clocks_if_due(idle=False)  # since the exchange before: no epoch has ended meanwhile
+        self.sync_clocks_if_due(idle=False)  # due since the exchange before, if no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
         return None if windows is None else [RankWindow.from_lists(each) for each in windows]
@@ -118,17 +120,17 @@ class RankExchange:
     def own_window(
         self, steps: Sequence[ResolvedStep], features: Sequence[Any], predicted: Sequence[float | None], reason: str
     ) -> RankWindow:
-        """Return this rank's steps as it sees them alone: the others' arrivals are unknown, so waits are not divided."""
+        """Return the window of this rank alone. Its waits are not divided, because the other arrivals are unknown."""
         self._reason = reason
         self._undivided += len(steps)
         own = [[collective.arrive for collective in step.collectives] for step in steps]
         return window_of(steps, own, features, predicted, alone=True, divided=self.group is None)
 
     def wait_attribution(self) -> WaitAttribution:
-        """Return how waits were divided so far."""
+        """Return how the waits of all steps so far were divided."""
         if self.group is None:
             return WaitAttribution(True, 0.0)
-        # rank 0 does not ask for the time: the worst of the others
+        # the worst of the other ranks: rank 0 measures no offset
         names = self._clocks[0] if self._clocks else ()
         clock = {name: max((one[name] for one in self._clocks), key=abs) for name in names} or None
         if not self._undivided:
@@ -138,17 +140,13 @@ class RankExchange:
         return WaitAttribution(False, self._uncertainty, reason, clock)
 
 
-ToRankZero = Callable[[Any], Any]
-"""From this host's clock to rank 0's, for seconds or an array of them."""
-
-
 class StepBuffer:
-    """Steps of one rank, recorded on ``timeline``.
+    """The steps of one rank until they are exchanged.
 
     Attributes:
-        waiting: those that no exchange was about.
-        recent: the last ``keep`` of those that were resolved, with all their stamps, for the trace.
-        count: how many were added.
+        waiting: steps that no exchange has taken.
+        recent: the last ``keep`` resolved steps with all their stamps, for the trace.
+        count: the number of added steps.
     """
 
     def __init__(self, timeline: Timeline, keep: int) -> None:
@@ -167,14 +165,14 @@ class StepBuffer:
         self.count += 1
 
     def take_steps(self, leave: int) -> list[StepRecord]:
-        """Return the steps that wait, but the last ``leave``; they wait no more."""
+        """Remove and return the waiting steps except the last ``leave``."""
         turn = len(self.waiting) - leave
         self._taken, self.waiting = self.waiting[:turn], self.waiting[turn:]
         self._resolved = []
         return self._taken
 
     def resolve_taken(self, records: Sequence[StepRecord], to_rank_zero: ToRankZero) -> list[ResolvedStep]:
-        """Return steps that were taken, in seconds on rank 0's clock. Their stamps are others' from then on."""
+        """Return taken steps in seconds on rank 0's clock, and release their stamps."""
         steps = self._resolved = self.resolve_only(records, to_rank_zero)
         until = self._clock.seconds(records[-1].end)
         self._background = [one for one in self._background if self._clock.seconds(one.done) > until]
@@ -182,70 +180,32 @@ class StepBuffer:
         return steps
 
     def resolve_only(self, records: Sequence[StepRecord], to_rank_zero: ToRankZero) -> list[ResolvedStep]:
-        """Return steps in between in the same way, but leave what other steps need."""
+        """Return steps that lie between others in the same way, but keep what the other steps need."""
         self._background += self._timeline.pop_background()
         steps = resolve(records, self._clock, to_rank_zero, self._background)
         if self._timeline.on_step is not None:  # other code resolves the same stamps later
             return steps
-        for record in records:  # the step before the first ends with its start, and may have to be resolved yet
+        for record in records:  # the start of the first is the end of the step before, which may not be resolved yet
             self._clock.release([stamp for stamp in stamps_of(record) if stamp is not records[0].start])
         return steps
 
     def resolve_rest(self, to_rank_zero: ToRankZero) -> tuple[list[StepRecord], list[ResolvedStep]]:
-        """Return the steps taken last and those that wait, as they were recorded and resolved."""
+        """Return the steps taken last and the waiting steps, as records and resolved."""
         taken, steps, waiting = self._taken, self._resolved, self.take_steps(0)
         if len(steps) < len(taken):
             steps = self.resolve_taken(taken, to_rank_zero)
         return [*taken, *waiting], [*steps, *(self.resolve_taken(waiting, to_rank_zero) if waiting else [])]
 
 
-class KinetoSteps:
-    """The steps that torch.profiler watches: in the trace, and out of the report, because it slows them down."""
-
-    def __init__(self, window: KinetoWindow | None) -> None:
-        self._window = window
-        self._records: list[StepRecord] = []
-        self._steps: list[ResolvedStep] = []
-
-    def start_once(self) -> None:
-        """Start the window, between two steps; do nothing the second time."""
-        if self._window is not None and not self._window.running and not self._records:
-            self._window.start()
-
-    def keep_watched(self, record: StepRecord) -> bool:
-        """Keep the step that has ended if it was watched; return whether it was."""
-        if self._window is None or not self._window.running:
-            return False
-        self._records.append(record)
-        return True
-
-    def stop_after_last(self) -> None:
-        """Stop the window if the step that has ended was its last."""
-        if self._window is not None and len(self._records) == self._window.steps:
-            self._window.stop()
-
-    def stop_early(self) -> None:
-        """Stop a window that is open when the run ends."""
-        if self._window is not None and self._window.running:
-            self._window.stop()
-
-    def resolve_watched(self, buffer: StepBuffer, to_rank_zero: ToRankZero) -> None:
-        """Resolve the steps of a window that is over, before what belongs to them is thrown away."""
-        if self._window is not None and not self._window.running and len(self._steps) < len(self._records):
-            self._steps = buffer.resolve_only(self._records, to_rank_zero)
-
-    def gather_trace(
-        self, others: list[ResolvedStep], to_rank_zero: ToRankZero, group: dist.ProcessGroup | None
-    ) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
-        """Return, on rank 0, all ranks' records of every traced step, all ranks' events, how idle devices were. Collective."""
-        seen = self._window if self._records else None
-        events_here, shares_here = ([], None) if seen is None else (seen.events(to_rank_zero), seen.breakdown())
-        mine = [step.as_list() for step in (*self._steps, *others)]
-        everyone = gather_to_rank_zero((mine, events_here, shares_here and vars(shares_here)), group)
-        if everyone is None:
-            return [], [], None
-        steps, events, shares = zip(*everyone)
-        names = ("idle", "compute", "other")
-        idle = {name: [None if one is None else one[name] for one in shares] for name in names}
-        traced = [[ResolvedStep.from_list(each) for each in row] for row in zip(*steps)]
-        return traced, list(events) if any(events) else [], {"steps": len(self._records), **idle} if any(shares) else None
+def gather_trace(
+    window: KinetoWindow, steps: Sequence[ResolvedStep], to_rank_zero: ToRankZero, group: dist.ProcessGroup | None
+) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
+    """Return the steps, the Kineto events and the device shares of all ranks on rank 0, nothing on the others. Collective."""
+    mine = ([], None) if not window.records else (window.events(to_rank_zero), window.breakdown())
+    everyone = gather_to_rank_zero(([step.as_list() for step in steps], *mine), group)
+    if everyone is None:
+        return [], [], None
+    rows, events, shares = zip(*everyone)
+    idle = {name: [None if one is None else one[name] for one in shares] for name in SHARES}
+    traced = [[ResolvedStep.from_list(each) for each in row] for row in zip(*rows)]
+    return traced, list(events) if any(events) else [], {"steps": len(window.records), **idle} if any(shares) else None

@@ -1,4 +1,4 @@
-"""torch.profiler over a few steps: events for the trace of all ranks, and how long a GPU ran no kernel."""
+"""Record a few steps with torch.profiler: events for the trace of all ranks, and the idle time of a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,52 +16,42 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.reporting.document import write_atomically
 
 SHORTEST = 20e-6
-"""Seconds; operators on the CPU that take less are left out."""
+"""Operators on the CPU that take less than these seconds are left out."""
 LIMIT = 20_000
-"""Slices of one rank; if there are more, GPU work is kept before operators, and the longest of each."""
-_ONE_PROFILER = (
-    "leave out torch_profiler_steps, or use a Trainer without profiler='pytorch' and no torch.profiler of your own meanwhile"
-)
-_CPU = ("cpu_op", "user_annotation")
+"""The largest number of slices of a rank. GPU work is kept before operators, and the longest slices of each."""
+SHARES = ("idle", "compute", "other")
+_ONE_PROFILER = "Remove torch_profiler_steps, or remove Trainer(profiler='pytorch') and any torch.profiler of your own"
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what occupies a stream."""
+"""Categories of work on a stream."""
+_CATEGORIES = ("cpu_op", "user_annotation", *_GPU)
 _NO_COMPUTE = re.compile(r"nccl.*Kernel|.*Memcpy|Memset|dma|.*Sync")
 """Names of communication and memory kernels."""
 
 
-@dataclass(frozen=True)
-class TemporalBreakdown:
-    """Shares of the time from the first kernel's start to the last one's end; they add up to 1.
-
-    Attributes:
-        idle: no stream ran anything.
-        compute: at least one stream computed.
-        other: communication or memory that no compute hid. A rank that waits inside an NCCL kernel is here, not in ``idle``.
-    """
-
-    idle: float
-    compute: float
-    other: float
-
-
 class KinetoWindow:
-    """Kernels and operators of a few steps on one rank, seen by torch.profiler (Kineto).
+    """The kernels and operators of a few steps on one rank, recorded by torch.profiler (Kineto).
 
-    torch has one profiler per process. A second one does not fail: it takes over the first one's session, and exporting what is
-    left of that ends the process. So a window does not begin beside another, and notices if it was taken over. It sees the
-    thread that starts it, and what autograd runs for it. On CUDA it stays attached to the process and can slow later steps.
+    torch has one profiler per process. A second one does not fail: it takes over the session of the first, and exporting the
+    rest of that session ends the process. Therefore a window does not start while another profiler runs, and detects that it
+    was taken over. It records the thread that starts it and the autograd threads of that thread. On CUDA, the profiler stays
+    attached to the process and can slow down later steps.
 
     Args:
-        steps: how many steps the caller leaves between start and stop.
-        device: the rank's; kernels are recorded if it is a CUDA device.
-        file: where to leave what torch itself writes, for other tools; its name ends in ``.json.gz``. None for nowhere.
+        steps: number of steps to record; 0 for none.
+        device: device of the rank. Kernels are recorded on CUDA devices.
+        file: path for the file that torch writes, ending in ``.json.gz``; None to write none.
+
+    Attributes:
+        records: the recorded steps.
     """
 
     def __init__(self, steps: int, device: torch.device, file: Path | None = None) -> None:
         self.steps, self.file = steps, file
+        self.records: list[StepRecord] = []
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
         self._ahead = 0
@@ -70,55 +59,76 @@ class KinetoWindow:
 
     @property
     def running(self) -> bool:
-        """Whether the window was started and not stopped."""
+        """True between the start and the stop of the window."""
         return self._profile is not None
 
+    def start_once(self) -> None:
+        """Start the window between two steps, unless it has already recorded some."""
+        if self.steps and not self.running and not self.records:
+            self.start()
+
     def start(self) -> None:
-        """Begin between two steps, on the thread that trains. It costs most of a second, so do it in a pause.
+        """Start between two steps, on the thread that trains. This takes most of a second.
 
         Raises:
-            RuntimeError: torch's profiler is in use.
+            RuntimeError: another torch profiler is active.
         """
         if _in_use():
             raise RuntimeError(
-                "torch_profiler_steps needs torch's profiler, but another one is active, and torch allows one per process: "
+                f"torch_profiler_steps needs torch's profiler, but another one is active. torch allows one per process. "
                 f"{_ONE_PROFILER}"
             )
         self._profile = profile(activities=self._activities)
         self._profile.start()
         self._ahead = _unix_ahead()
 
+    def add_step(self, record: StepRecord) -> bool:
+        """Add a step that has ended, if the window is running; return True if it is."""
+        if self.running:
+            self.records.append(record)
+        return self.running
+
+    def stop_after_last(self) -> None:
+        """Stop the window if it has recorded all of its steps."""
+        if len(self.records) == self.steps:
+            self.stop()
+
     def stop(self) -> None:
-        """End between two steps, on the thread that started it. It takes about a second: Kineto writes a file.
+        """Stop a running window between two steps, on the thread that started it. This takes about a second.
 
         Raises:
-            RuntimeError: another profiler ended it.
+            RuntimeError: another profiler ended the window.
         """
-        taken = not torch.autograd._profiler_enabled()
+        if self._profile is None:
+            return
+        taken_over = not torch.autograd._profiler_enabled()
         stopped, self._profile = self._profile, None
-        assert stopped is not None, "start() comes before"
         stopped.stop()
-        if taken:
+        if taken_over:
             raise RuntimeError(
-                "another torch profiler began inside the window of torch_profiler_steps and ended it, nothing of it is left: "
+                "another torch profiler started during the torch_profiler_steps and ended their recording, which is lost. "
                 f"{_ONE_PROFILER}"
             )
         with TemporaryDirectory() as folder:
             path = Path(folder) / "kineto.json.gz"
             stopped.export_chrome_trace(str(path))
-            document = json.loads(gzip.decompress(path.read_bytes()))
-            if self.file is not None:
-                _leave(path, self.file)
+            content = path.read_bytes()
+        document = json.loads(gzip.decompress(content))
         self._slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
+        if self.file is not None:
+            try:
+                write_atomically(self.file, content)
+            except OSError as error:  # training continues
+                warnings.warn(f"the profiler cannot write {self.file}: {error}", stacklevel=2)
 
     def events(self, to_seconds: Callable[[float], float]) -> list[dict[str, Any]]:
-        """Return the window's slices for :func:`~lightning_freescale.profiling.reporting.trace.write_trace`.
+        """Return the slices as events for :func:`~lightning_freescale.profiling.reporting.trace.write_trace`.
 
-        They are Chrome events but for ``tid``, which is the thread's name, and ``ts`` and ``dur``, which are seconds. Operators
-        below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out, which one more event tells.
+        They are Chrome events, except that ``tid`` is the name of the thread, and ``ts`` and ``dur`` are seconds. A further
+        event states how many operators below :data:`SHORTEST` and slices beyond :data:`LIMIT` are left out.
 
         Args:
-            to_seconds: from this host's ``time.perf_counter`` to the clock of the trace.
+            to_seconds: function from this host's ``time.perf_counter`` to the clock of the trace.
         """
         found = self._slices
         kept = [event for event in found if event["cat"] in _GPU or event["dur"] >= SHORTEST]
@@ -133,30 +143,22 @@ class KinetoWindow:
             events.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
         return events
 
-    def breakdown(self) -> TemporalBreakdown | None:
-        """Return where the GPU's time went in the window, of all of its kernels; None if none ran."""
+    def breakdown(self) -> dict[str, float] | None:
+        """Return the :func:`temporal_breakdown` of the window."""
         return temporal_breakdown(self._slices)
 
 
-def _leave(written: Path, file: Path) -> None:
-    """Copy a file for other tools; a warning if that fails, as training goes on."""
-    try:
-        write_atomically(file, written.read_bytes())
-    except OSError as error:
-        warnings.warn(f"the profiler could not write {file}: {error}", stacklevel=2)
-
-
 def _in_use() -> bool:
-    """Whether a profiler records in this process, or is warming up to."""
+    """Return True if a profiler records in this process, or warms up for it."""
     if torch.autograd.profiler._is_profiler_enabled:
         return True
-    # while one warms up no flag is set; type(), because isinstance() would wake lazy modules
+    # no flag is set during warm-up; type(), because isinstance() would load lazy modules
     others = [o for o in gc.get_objects() if issubclass(type(o), profile) and o.current_action is ProfilerAction.WARMUP]
     return any(other.profiler is not None and other.profiler.kineto_results is None for other in others)
 
 
 def _unix_ahead() -> int:
-    """Unix time minus ``perf_counter`` in nanoseconds, of the quickest of some readings of both."""
+    """Return Unix time minus ``perf_counter`` in nanoseconds, from the fastest of several readings."""
     readings = []
     for _ in range(10):
         before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -165,7 +167,7 @@ def _unix_ahead() -> int:
 
 
 def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, Any]]:
-    """Return GPU work and operators among Kineto's events, in seconds; ``base`` is when its clock of microseconds was zero."""
+    """Return GPU work and operators among Kineto's events, in seconds; ``base`` is the zero of their clock of microseconds."""
     return [
         {
             "ph": "X",
@@ -176,15 +178,21 @@ def slices_of(events: Iterable[dict[str, Any]], base: float) -> list[dict[str, A
             "dur": event["dur"] * 1e-6,
         }
         for event in events
-        if event.get("cat") in (*_CPU, *_GPU)
+        if event.get("cat") in _CATEGORIES
     ]
 
 
-def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown | None:
-    """Return the shares that HolisticTraceAnalysis calls temporal breakdown, by its names of kernels; None if none took time.
+def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Return the temporal breakdown of HolisticTraceAnalysis, with its classes of kernels; None if no kernel took time.
+
+    The values are shares of the time from the start of the first kernel to the end of the last one, and add up to 1:
+
+    - ``idle``: no stream ran a kernel.
+    - ``compute``: at least one stream computed.
+    - ``other``: only communication or memory kernels ran. This includes a rank that waits inside an NCCL kernel.
 
     Args:
-        events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those not of a GPU are passed over.
+        events: slices of one rank with ``cat``, ``name``, ``ts`` and ``dur``; those of the CPU are ignored.
     """
     kernels = [event for event in events if event.get("cat") in _GPU]
     span = max((_end(k) for k in kernels), default=0.0) - min((k["ts"] for k in kernels), default=0.0)
@@ -192,11 +200,11 @@ def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> TemporalBreakdown
         return None
     busy = _union(kernels) / span
     compute = _union(k for k in kernels if not _NO_COMPUTE.match(k["name"])) / span
-    return TemporalBreakdown(1 - busy, compute, busy - compute)
+    return dict(zip(SHARES, (1 - busy, compute, busy - compute)))
 
 
 def _union(kernels: Iterable[Mapping[str, Any]]) -> float:
-    """Time during which at least one of them ran."""
+    """Return the time during which at least one of the kernels ran."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda k: k["ts"]):
         total += max(0.0, _end(kernel) - max(kernel["ts"], until))

@@ -166,7 +166,7 @@ def _parted(document: Document) -> str | None:
     wrong = apart - slow - jitter
     if split["method"] == "cost model" and abs(wrong) > PARTED:
         return (
-            f"predicted and measured imbalance differ by {apart:.3f}, of which {wrong:.3f} because the costs do not match the "
+            f"predicted and measured imbalance differ by {apart:.3f}, and {wrong:.3f} of it because the costs do not match the "
             "measured times: freescale balance fit fits a cost model to this run's report.json"
         )
     if apart <= PARTED:

@@ -88,8 +88,8 @@ def test_the_folder_is_made_and_loses_windows_of_an_earlier_run_with_more_ranks(
     files = ReportFiles(tmp_path / "new" / "one")
     assert files.problem() is None and list(files.folder.iterdir()) == []
     for rank in range(3):
-        files.window(rank).parent.mkdir(exist_ok=True)
-        files.window(rank).touch()
+        files.kineto_file(rank).parent.mkdir(exist_ok=True)
+        files.kineto_file(rank).touch()
     (files.folder / "torch_profiler" / "mine.json").touch()
     assert files.problem() is None
     assert [path.name for path in (files.folder / "torch_profiler").iterdir()] == ["mine.json"]
