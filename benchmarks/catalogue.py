@@ -34,8 +34,7 @@ from harness import finish_on_all_ranks, parser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.losses import catalogue
+from lightning_freescale import FreeScaleStrategy, losses
 
 SKIPPED = 2
 """Steps at the beginning of a fit."""
@@ -128,7 +127,7 @@ def _batches(given: Any, positions: int, steps: int) -> list[Tensor]:
 
 
 def _fit(model: Tied, batches: list[Tensor], variant: str, keeps: bool) -> None:
-    kept, catalogue._KEPT_LOGITS = catalogue._KEPT_LOGITS, catalogue._KEPT_LOGITS if keeps else 0
+    kept, losses._KEPT_LOGITS = losses._KEPT_LOGITS, losses._KEPT_LOGITS if keeps else 0
     trainer = L.Trainer(
         strategy="ddp" if variant == "ddp" else FreeScaleStrategy(shard=["items"]),
         accelerator="cpu",
@@ -140,7 +139,7 @@ def _fit(model: Tied, batches: list[Tensor], variant: str, keeps: bool) -> None:
         use_distributed_sampler=False,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    catalogue._KEPT_LOGITS = kept
+    losses._KEPT_LOGITS = kept
 
 
 def _alone(model: Tied, batches: list[Tensor]) -> list[float]:

@@ -113,7 +113,7 @@ class CatalogueWeight(_StandIn):
         self.transposed: bool
 
     def freescale_catalogue(self) -> Any:
-        """Return these rows for a loss, see :data:`lightning_freescale.losses.catalogue_rows.ATTRIBUTE`."""
+        """Return these rows for a loss, see :class:`lightning_freescale.losses.CatalogueRows`."""
         if self.transposed:
             self.refuse("the transpose")
         found = self.leaf.freescale_catalogue()

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_freescale.losses import catalogue, catalogue_cross_entropy
+from lightning_freescale import losses
+from lightning_freescale.losses import catalogue_cross_entropy
 
 ITEMS, DIM = 37, 8
 
@@ -35,7 +36,7 @@ def _whole(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
 def test_loss_and_gradients_are_those_of_all_logits(
     reduction: Any, smoothing: float, temperature: float, with_bias: bool, chunk: Any, kept: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(catalogue, "_KEPT_LOGITS", 10**9 if kept else 0)
+    monkeypatch.setattr(losses, "_KEPT_LOGITS", 10**9 if kept else 0)
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "temperature": temperature}
     found = []
     for ours in (True, False):
@@ -65,7 +66,7 @@ class _Largest(TorchDispatchMode):
 
 
 def test_no_more_logits_than_a_chunk_exist_at_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(catalogue, "_KEPT_LOGITS", 0)
+    monkeypatch.setattr(losses, "_KEPT_LOGITS", 0)
     hidden, weight, _, targets = _given(shape=(64, 50))
     with _Largest() as whole:
         _whole(hidden, weight, targets, None, 1.0, reduction="mean").backward()

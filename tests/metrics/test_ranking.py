@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg, retrieval_reciprocal_rank
 
-from lightning_freescale.metrics import HitRate, RankingMetrics, catalogue_ranks, ranks, target_ranks
+from lightning_freescale import metrics as module
+from lightning_freescale.metrics import HitRate, RankingMetrics, catalogue_ranks, target_ranks
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import trainer
 
@@ -39,7 +40,7 @@ def _by_counting(scores: Tensor, targets: Tensor, seen: Tensor | None) -> list[i
 @pytest.mark.parametrize("with_seen", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3 * ITEMS, 10**6])
 def test_ranks_count_the_items_before_the_target(with_seen: bool, chunk: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ranks, "_CHUNK_SCORES", chunk)
+    monkeypatch.setattr(module, "_CHUNK_SCORES", chunk)
     hidden, weight, targets, seen = _given()
     known, bias = seen if with_seen else None, torch.arange(ITEMS) % 2.0
     scores = hidden @ weight.T + bias

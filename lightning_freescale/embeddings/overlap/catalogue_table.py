@@ -15,7 +15,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.shards import ShardedTables
-from lightning_freescale.losses.catalogue import keeps_logits
+from lightning_freescale.losses import keeps_logits
 
 _ROWS_AT_ONCE = 2**18
 """That are looked up together for a copy of the whole table."""
