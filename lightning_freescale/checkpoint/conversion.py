@@ -1,34 +1,104 @@
-"""Convert checkpoints between a folder and one file, and compare two of them, in one process outside of a run."""
+"""Read checkpoints, check that they are complete, convert them between a folder and one file, and compare them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryFile
+from types import ModuleType
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint import sharded_folder, single_file
-from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTensor
-from lightning_freescale.checkpoint.reading import check, read
-from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
+from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.checkpoint.stored_tensors import StoredTensor
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _LARGE = 1 << 20
-"""Bytes from which a matrix is a tensor of its own in a folder."""
+"""The smallest matrix, in bytes, that a folder stores as a separate tensor."""
 _ROWS_AT_ONCE = 1 << 18
+_MISSING = "it does not exist"
+
+
+def check(path: Path, *, together: bool) -> None:
+    """Check that a checkpoint is complete, by its checksums.
+
+    Args:
+        path: the file or folder.
+        together: whether all ranks call the function and each reads a share. Collective if True.
+
+    Raises:
+        FileNotFoundError: it does not exist on any rank.
+        ValueError: it is incomplete on some rank.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
+    reason = _format(path).damage(path, rank, ranks) if path.exists() else _MISSING
+    reasons = [reason] if ranks == 1 else gather_objects(reason)
+    if set(reasons) == {_MISSING}:
+        raise FileNotFoundError(f"the checkpoint {path} does not exist")
+    found = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
+    if found:
+        listed = "; ".join(f"rank {rank}: {reason}" for reason, rank in found.items())
+        raise ValueError(
+            f"the checkpoint {path} is damaged or incomplete ({listed}). Nothing was loaded. Resume from an earlier checkpoint."
+        )
+
+
+def newest_whole_beside(path: Path) -> Path | None:
+    """Return the newest other complete checkpoint in the folder of ``path``; None if there is none. Collective."""
+    others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
+    named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
+    for name in gather_objects(named)[0] if dist.is_initialized() else named:
+        try:
+            check(Path(name), together=True)
+        except ValueError:
+            continue
+        return Path(name)
+    return None
+
+
+def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint; large tensors are read when they are used.
+
+    Raises:
+        ValueError: it was not saved by the Trainer, or ``weights_only`` is set and it contains other objects than tensors and
+            numbers.
+    """
+    try:
+        found = _format(path).read(path, weights_only)
+    except UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} contains other objects than tensors and numbers ({reason}). Reading them may run code. If you trust the "
+            "file, use trainer.fit(..., weights_only=False), torch.serialization.add_safe_globals with its classes, or --trust "
+            "on the command line."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint that the Trainer has saved.")
+    if "state_dict" not in found:
+        bare = bool(found) and all(isinstance(value, Tensor) for value in found.values())
+        kind = "is a bare state dict. Load it with module.load_state_dict(torch.load(path))" if bare else "has no state_dict"
+        raise ValueError(f"{path} is not a checkpoint of the Trainer: it {kind}.")
+    return found
+
+
+def _format(path: Path) -> ModuleType:
+    return sharded_folder if path.is_dir() else single_file
 
 
 def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return a checkpoint, a file or a folder, whose large tensors are read when they are used.
+    """Check and read a checkpoint, a file or a folder; large tensors are read when they are used.
 
     Raises:
-        ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
+        ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects
+            than tensors and numbers.
         OSError: it does not exist.
     """
     check(path, together=False)  # other ranks of a run may not call this function
@@ -36,7 +106,7 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a result of :func:`read_checkpoint`, or a part of it, to one file, one table after the other."""
+    """Write a result of :func:`read_checkpoint`, or a part of it, to one file, table by table."""
     with single_file.replacing(path) as file:
         _save(checkpoint, file)
 
@@ -62,17 +132,18 @@ def write_folder(checkpoint: Mapping[str, Any], folder: Path) -> None:
 
 
 def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
-    """Open a checkpoint as one ordinary file, also a sharded one, for ``load_from_checkpoint`` of the plain module.
+    """Open a single or sharded checkpoint as one ordinary file, for ``load_from_checkpoint`` of the plain module.
 
     Args:
         path: a file or a folder.
-        weights_only: refuse a checkpoint that holds more than tensors and numbers, because reading it would run code.
+        weights_only: whether to refuse a checkpoint that contains other objects than tensors and numbers. Reading such a
+            checkpoint may run code.
 
     Returns:
-        A file that is deleted when it is closed. It takes the size of a whole checkpoint on the disk of temporary files.
+        A file that is deleted when it is closed. It needs the disk space of a whole checkpoint for temporary files.
 
     Raises:
-        ValueError: it is damaged, incomplete, or no checkpoint; or holds more than tensors and numbers, and ``weights_only``.
+        ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects.
         OSError: it does not exist.
     """
     if not Path(path).is_dir():
@@ -84,29 +155,32 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
 
 
 def changed_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return the rows of tables that differ between two checkpoints, to update a server that has the old one.
+    """Return the table rows that differ between two checkpoints, to update a server that has the old ones.
 
     Args:
         old: a result of :func:`read_checkpoint`.
-        new: a result for a later checkpoint of the same module.
+        new: the result for a later checkpoint of the same module.
 
     Returns:
-        For each matrix in the state dict that differs, by its name: ``ids``, int64 of shape ``[changed]``, ascending, and
-        ``rows`` of shape ``[changed, dim]``, as they are in the new one.
+        For each matrix of the state dict that differs, by name: ``ids``, int64 of shape ``[changed]``, ascending, and ``rows``
+        of the new checkpoint, shape ``[changed, dim]``.
 
     Raises:
-        ValueError: they are of different modules.
+        ValueError: the checkpoints have different modules.
     """
     before, after = old["state_dict"], new["state_dict"]
     if before.keys() != after.keys():
         odd = sorted(before.keys() ^ after.keys())
-        raise ValueError(f"the checkpoints are of different modules: only one of them has {odd}")
+        raise ValueError(f"the checkpoints have different modules: only one of them has {odd}")
     found = {}
     for name, later in after.items():
         if len(later.shape) != 2:
             continue
         if before[name].shape != later.shape:
-            raise ValueError(f"{name} has shape {tuple(before[name].shape)} before and {tuple(later.shape)} after")
+            raise ValueError(
+                f"the checkpoints have different modules: {name} has shape {tuple(before[name].shape)} in the first and "
+                f"{tuple(later.shape)} in the second"
+            )
         if (changed := _changed(before[name], later)) is not None:
             found[name] = changed
     return found
@@ -124,7 +198,7 @@ def _changed(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> dic
 
 
 def _side_by_side(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ids and the rows of both, part by part."""
+    """Yield parts of the ids with the rows of both tensors."""
     if isinstance(before, StoredTensor) and isinstance(after, StoredTensor) and before.order == after.order:
         for (ids, earlier), (_, later) in zip(before.rows(), after.rows()):
             yield ids, earlier, later
@@ -152,8 +226,7 @@ class _FromFolder(Deferral):
         self._known: dict[str, DeferredTensor] = {}
 
     def defer(self, stored: StoredTensor) -> DeferredTensor:
-        """Return the placeholder of a tensor; a tensor with two names has one."""
-        if stored.name not in self._known:
+        if stored.name not in self._known:  # a tensor with two names has one placeholder
             self._stored.append(stored)
             self._known[stored.name] = self.stand_in((stored.name,), tuple(stored.shape), stored.dtype)
         return self._known[stored.name]

@@ -1,4 +1,4 @@
-"""The state of a run besides parameters and optimizer: accumulated gradients, random states, and the order of DDP's buckets."""
+"""The state of a run besides parameters and optimizer: accumulated gradients, random states and DDP's bucket order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def gather_accumulated(
     wait: bool, module: nn.Module, sharded: Container[str], engine: OverlapEngine | None
 ) -> list[dict[str, Any]]:
-    """Return on rank 0 the accumulated gradients of every rank; an empty list if there are none. Collective.
+    """Return the accumulated gradients of every rank on rank 0; an empty list if there are none. Collective.
 
     Args:
         wait: whether this rank has accumulated gradients.
-        module: the module, whose dense parameters hold gradients.
-        sharded: names of its parameters that do not.
-        engine: the drained engine, which holds the gradients of the tables; None without overlap.
+        module: module whose dense parameters have gradients.
+        sharded: names of its sharded parameters, which have no gradients.
+        engine: drained engine, which has the gradients of the tables; None without overlap.
     """
     if not any(gather_objects(wait)):
         return []
@@ -45,32 +45,33 @@ def restore_accumulated(
 
     Args:
         ranks: the result.
-        module: as for :func:`gather_accumulated`.
-        sharded: as for :func:`gather_accumulated`.
-        wrapped: the module, or the DistributedDataParallel around it.
-        engine: as for :func:`gather_accumulated`.
+        module: see :func:`gather_accumulated`.
+        sharded: see :func:`gather_accumulated`.
+        wrapped: the module or the DistributedDataParallel around it.
+        engine: see :func:`gather_accumulated`.
 
     Raises:
         ValueError: the result has another number of ranks, or parameters or tables that this run does not have.
     """
     if len(ranks) != dist.get_world_size():
         raise ValueError(
-            f"the checkpoint was written on {len(ranks)} ranks, between two optimizer steps: each of them has accumulated "
-            f"gradients of its own, and this run has {dist.get_world_size()}. Resume on {len(ranks)} ranks, or from a "
-            "checkpoint that was written after an optimizer step"
+            f"the checkpoint was written between two optimizer steps and has the accumulated gradients of {len(ranks)} ranks, "
+            f"but this run has {dist.get_world_size()} ranks. Resume on {len(ranks)} ranks, or from a checkpoint that was "
+            "written after an optimizer step."
         )
     mine = ranks[dist.get_rank()]
     dense = {name: parameter for name, parameter in module.named_parameters() if name not in sharded}
     there = {*dense, *(() if engine is None else engine.collections)}
-    if gone := [name for name in (*mine["dense"], *mine["tables"]) if name not in there]:
+    if missing := [name for name in (*mine["dense"], *mine["tables"]) if name not in there]:
         raise ValueError(
-            f"the checkpoint was written between two optimizer steps and has accumulated gradients of {gone}, which are no "
-            "parameters, or no overlapped collections, of this run: resume with the same module, shard= and overlap=, or "
-            "from a checkpoint that was written after an optimizer step"
+            f"the checkpoint was written between two optimizer steps and has accumulated gradients of {missing}. This run has "
+            "no parameters or overlapped collections with these names. Resume with the same module, shard= and overlap=, or "
+            "from a checkpoint that was written after an optimizer step."
         )
     used = [dense[name] for name in mine["dense"] if dense[name].requires_grad]
     if used and isinstance(wrapped, DistributedDataParallel) and wrapped.find_unused_parameters:
-        # DDP notes in backward what a window uses: a parameter that no rank has used since would keep each rank's own gradient
+        # DDP records in backward which parameters a window uses. It would not reduce the gradient of a parameter that was used
+        # only before the checkpoint
         with wrapped.no_sync():
             torch.autograd.backward([p.view_as(p) for p in used], [torch.zeros_like(p) for p in used])
     for name, gradient in mine["dense"].items():
@@ -80,7 +81,7 @@ def restore_accumulated(
 
 
 def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
-    """Return the states of torch, ``device``, numpy and Python on every rank, by rank. Collective on the default group."""
+    """Return the random states of torch, ``device``, NumPy and Python by rank. Collective on the default group."""
     numpy_state: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = numpy_state
     mine = {
@@ -93,11 +94,11 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
-    """Set this rank's state; with another world size warn and change nothing."""
+    """Set this rank's random states; warn and change nothing if the world size differs."""
     if len(states) != dist.get_world_size():
         warnings.warn(
-            f"the checkpoint holds the random states of {len(states)} ranks, this run has {dist.get_world_size()}: dropout and "
-            "other random draws go on from this run's seed",
+            f"the checkpoint has the random states of {len(states)} ranks, but this run has {dist.get_world_size()} ranks. "
+            "Dropout and other random draws continue from the seed of this run.",
             stacklevel=2,
         )
         return
@@ -113,16 +114,16 @@ def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None
 
 # -- the order of DDP's buckets
 #
-# DDP lays out its buckets after its first step, in the order in which gradients come. Over three or more ranks, the rounding of
-# an element's sum depends on its place in its bucket. A run that resumes has a new DDP, which must lay out the buckets ahead of
-# its first step as the run before did.
+# DDP arranges its buckets after its first step, in the order in which gradients arrive. On three or more ranks, the rounding of
+# an element's sum depends on its place in its bucket. A resumed run has a new DDP, which must arrange its buckets like the
+# earlier run before its first step.
 
 
 @contextmanager
 def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
-    """Add to ``order``, during a backward, the names of the parameters that DDP reduces, in the order of their gradients.
+    """Append the names of DDP's parameters to ``order``, in the order of their gradients, during a backward.
 
-    ``order`` does not change if it holds names, if nothing is reduced, or if DDP never changes its buckets.
+    ``order`` does not change if it is not empty, if DDP does not reduce, or if DDP never changes its buckets.
     """
     if order or not isinstance(model, DistributedDataParallel) or not _changes_buckets(model):
         yield
@@ -143,9 +144,9 @@ def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
 
 
 def lay_out_buckets(model: nn.Module | None, order: Sequence[str]) -> bool:
-    """Have DDP lay out its buckets for gradients in this order, and return whether it did. Collective.
+    """Make DDP arrange its buckets for this order of gradients; return whether it did. Collective.
 
-    DDP reduces zeros once. If the module has other parameters than the run had, nothing is done.
+    DDP reduces zeros once. Nothing happens if ``order`` does not have the names of the module's parameters.
     """
     if not isinstance(model, DistributedDataParallel) or not _changes_buckets(model) or not order:
         return False
@@ -163,7 +164,7 @@ def lay_out_buckets(model: nn.Module | None, order: Sequence[str]) -> bool:
 
 
 def _changes_buckets(model: DistributedDataParallel) -> bool:
-    # a static graph is learned in the first step, and a hook for communication may keep a state from call to call
+    # DDP learns a static graph in the first step, and a communication hook may keep a state between calls
     return model.require_backward_grad_sync and not (model.find_unused_parameters or model.static_graph or model._comm_hooks)
 
 

@@ -1,7 +1,10 @@
-"""Write and read a checkpoint in a folder, atomically, each rank its part of the tables, and check it before it is read.
+"""Write, check and read a checkpoint in a folder. Each rank writes and reads its part of the tables.
 
-``meta.pt`` holds all entries but the tables, in the format of ``torch.load``. ``*.distcp`` and ``.metadata`` hold the tables,
-in the format of torch.distributed.checkpoint. ``freescale.json`` is written last, and has the size and checksum of each file.
+Writing is atomic. The folder has these files:
+
+- ``meta.pt``: all entries except the tables, in the format of ``torch.load``;
+- ``*.distcp`` and ``.metadata``: the tables, in the format of torch.distributed.checkpoint;
+- ``freescale.json``: the size and checksum of each file. It is written last.
 """
 
 from __future__ import annotations
@@ -20,8 +23,7 @@ from torch.utils import _pytree as pytree
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import single_file
-from lightning_freescale.checkpoint.deferred_tensors import DeferredTensor
-from lightning_freescale.checkpoint.spread_tensors import SpreadTensors
+from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, SpreadTensors
 from lightning_freescale.checkpoint.stored_tensors import StoredPieces, StoredTensor, name_of, write_pieces
 from lightning_freescale.embeddings.row_order import RowOrder
 
@@ -34,15 +36,15 @@ T = TypeVar("T")
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
-    """Write a checkpoint, with this rank's pieces of its deferred tensors. Collective on ``group``.
+    """Write a checkpoint with this rank's pieces of its deferred tensors. Collective on ``group``.
 
-    It is written beside ``folder``, and renamed to ``folder`` when it is complete and on the disk.
+    The files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the disk.
 
     Args:
         checkpoint: the checkpoint, on rank 0.
         folder: a folder on a file system that all ranks share.
-        spread: the tensors that are deferred in it.
-        group: process group of all ranks, for tensors on the CPU; None if there is one rank.
+        spread: the deferred tensors of the checkpoint.
+        group: process group of all ranks for tensors on the CPU; None for one rank.
 
     Raises:
         RuntimeError: a rank could not write; raised on every rank.
@@ -62,8 +64,8 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     def look() -> None:
         if not beside.is_dir():
             raise FileNotFoundError(
-                f"the folder {beside} that rank 0 has made is not there: a sharded checkpoint needs a file system that all "
-                "ranks share, FreeScaleStrategy(checkpoint='single') does not"
+                f"this rank cannot see the folder {beside}, which rank 0 has created. A sharded checkpoint needs a file system "
+                "that all ranks share. Without one, use FreeScaleStrategy(checkpoint='single')."
             )
 
     def end(files: list[dict[str, Any]]) -> None:
@@ -84,7 +86,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
 
 
 def read(folder: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint; tables and their states stay in the folder, as :class:`.StoredTensor`."""
+    """Read a checkpoint; tables and their states stay in the folder and are returned as :class:`.StoredTensor`."""
     described, pieces = _manifest(folder)["tensors"], StoredPieces(folder)
 
     def stored(leaf: str) -> Any:
@@ -100,7 +102,7 @@ def read(folder: Path, weights_only: bool | None) -> Any:
 
 
 def damage(folder: Path, rank: int, ranks: int) -> str:
-    """Return the damage to this rank's share of a folder's files; empty if there is none."""
+    """Return a description of the damage to this rank's share of the files; empty if there is none."""
     try:
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:
@@ -109,20 +111,15 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
             if (size := (folder / name).stat().st_size) != expected["bytes"]:
                 return f"the file {name} has {size} bytes instead of {expected['bytes']}"
             if _crc_of_file(folder / name) != expected["crc32"]:
-                return f"the file {name} is not what was written, by its checksum"
+                return f"the file {name} has changed since it was written: its checksum differs"
     except (OSError, ValueError) as error:
         return str(error)
     return ""
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"it has no {MANIFEST}: no sharded checkpoint of strategy 'freescale', or not written to its end")
+        raise ValueError(f"it has no {MANIFEST}. It is not a sharded checkpoint of strategy 'freescale', or it is incomplete")
     try:
         content = json.loads((folder / MANIFEST).read_text())
         expected = content.pop("crc32")
@@ -130,11 +127,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"its {MANIFEST} cannot be read ({error})") from error
     if content.get("format") != _FORMAT:
         raise ValueError(
-            f"it has format {content.get('format')!r} of lightning-freescale {content.get('lightning_freescale')}, and this is "
-            f"{__version__}, which reads format {_FORMAT}: resume with that version, or consolidate it there"
+            f"it has format {content.get('format')!r} of lightning-freescale {content.get('lightning_freescale')}, but version "
+            f"{__version__} reads format {_FORMAT}. Resume with the other version, or consolidate the checkpoint with it"
         )
     if _crc_of(content) != expected:
-        raise ValueError(f"its {MANIFEST} is not what was written, by its checksum")
+        raise ValueError(f"its {MANIFEST} has changed since it was written: its checksum differs")
     return dict(content)
 
 
@@ -145,7 +142,7 @@ def _described(held: SpreadTensors, key: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _sums(folder: Path, rank: int) -> dict[str, Any]:
-    """Return size and checksum of the files of this rank."""
+    """Return the size and checksum of this rank's files."""
     names = [path.name for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     names += [".metadata", _META] if rank == 0 else []
     return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc_of_file(folder / name)} for name in sorted(names)}
@@ -164,11 +161,7 @@ def _crc_of_file(path: Path) -> int:
 
 
 def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the results of ``do`` by rank, on every rank. Collective.
-
-    Raises:
-        RuntimeError: ``do`` raised on some rank.
-    """
+    """Return the results of ``do`` on all ranks; raise on every rank if ``do`` raised on one. Collective."""
     done, error = None, None
     try:
         done = None if do is None else do()

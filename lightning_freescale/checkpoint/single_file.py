@@ -1,6 +1,6 @@
-"""Write and read a checkpoint in one file that ``torch.load`` can read, atomically, and check it before it is read.
+"""Write, check and read a checkpoint in one file that ``torch.load`` can read.
 
-The tables are written one after the other, and mapped into memory when they are read, so that no rank holds all of them.
+Writing is atomic. The tables are written one by one and mapped into memory for reading. So no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from lightning_freescale.checkpoint.deferred_tensors import Deferral, DeferredTensors
+from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensors
 
 _READ_AT_ONCE = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
-"""Entries of a checkpoint that stay in the mapped file, because loading copies them."""
+"""The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
 
 def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
-    """Write a checkpoint, with the values of its deferred tensors, on rank 0. Collective.
+    """Write a checkpoint with the values of its deferred tensors on rank 0. Collective.
 
-    It is written beside ``path``, and renamed to ``path`` when it is complete and on the disk.
+    The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk.
 
     Raises:
-        RuntimeError: rank 0 could not write it; raised on the others.
-        OSError: the disk is full, for example; raised on rank 0.
+        RuntimeError: rank 0 could not write the file; raised on the other ranks.
+        OSError: the file could not be written, for example because the disk is full; raised on rank 0.
     """
     if dist.get_rank():
         deferred.serve()
@@ -50,7 +50,7 @@ def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> 
 
 
 def save(checkpoint: Mapping[str, Any], file: IO[bytes], deferred: Deferral) -> None:
-    """Save like ``torch.save``, and fetch the values of a deferred tensor when it is written."""
+    """Save like ``torch.save``, but fetch the values of each deferred tensor when it is written."""
     with torch.serialization._open_zipfile_writer(file) as archive:
         filling = _Filling(archive, deferred)
         torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
@@ -58,7 +58,7 @@ def save(checkpoint: Mapping[str, Any], file: IO[bytes], deferred: Deferral) -> 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path`` that replaces it when the context ends without an error."""
+    """Yield a file beside ``path`` that replaces ``path`` if the context ends without an error."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "wb") as file:
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def take_place(new: Path, path: Path) -> None:
-    """Rename ``new`` to ``path``; a file or folder at ``path`` is removed afterwards.
+    """Rename ``new`` to ``path``, then remove the earlier file or folder at ``path``.
 
     Raises:
         OSError: they cannot be renamed.
@@ -89,14 +89,8 @@ def take_place(new: Path, path: Path) -> None:
 
 
 def _exchange_names(new: Path, old: Path) -> None:
-    """Exchange the names of ``new`` and ``old``.
-
-    A rename can replace empty folders only. Linux exchanges names in one step on most file systems. Elsewhere ``old`` is
-    missing for a moment; if the process ends then, it stays under the name of ``new`` with the suffix ``.old``.
-
-    Raises:
-        OSError: they cannot be renamed.
-    """
+    # a rename can only replace an empty folder. Linux exchanges two names in one step on most file systems. Elsewhere ``old``
+    # is missing for a moment; if the process ends then, it remains under the name of ``new`` with the suffix ``.old``
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
     if rename is not None and rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
@@ -108,7 +102,7 @@ def _exchange_names(new: Path, old: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Wait until the file names of the folder are on the disk."""
     held = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(held)
@@ -117,26 +111,26 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint: weights and optimizer states stay in the mapped file, all other entries are in memory.
+    """Read a checkpoint; weights and optimizer states stay in the mapped file, other entries are in memory.
 
     Raises:
-        UnpicklingError: it holds more than tensors and numbers, and ``weights_only``.
+        UnpicklingError: ``weights_only`` is set and the file contains other objects than tensors and numbers.
     """
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if not isinstance(found, dict):
         return found
-    # a callback may keep its entries while the file is written again
+    # a callback may keep its entries while the file is overwritten
     kept = {name: value for name, value in found.items() if name in _SHARED}
     rest = {name: value for name, value in found.items() if name not in _SHARED}
     return {**kept, **pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, rest)}
 
 
 def damage(path: Path, rank: int, ranks: int) -> str:
-    """Return the damage to this rank's share of a file's records; empty if there is none."""
+    """Return a description of the damage to this rank's share of the records; empty if there is none."""
     if not path.stat().st_size:
         return "it is empty"
     if not zipfile.is_zipfile(path):
-        return "it is no file of torch.save, or its end is missing"
+        return "it was not written by torch.save, or its end is missing"
     try:
         with zipfile.ZipFile(path) as archive:
             largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)
@@ -150,7 +144,7 @@ def damage(path: Path, rank: int, ranks: int) -> str:
 
 
 class _Filling:
-    """torch's archive writer, which fetches the values of a deferred tensor when it is written."""
+    """An archive writer of torch that fetches the values of each deferred tensor when it is written."""
 
     def __init__(self, archive: Any, deferred: Deferral) -> None:
         self._archive, self._deferred, self._numbers = archive, deferred, deferred.numbers_by_storage()

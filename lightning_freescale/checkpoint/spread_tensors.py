@@ -1,7 +1,11 @@
-"""Tensors that are divided among the ranks: the weights of sharded tables, and their optimizer states."""
+"""Tensors that are divided among the ranks, such as the weights of sharded tables, and their placeholders in a checkpoint.
+
+A placeholder delays the gathering of its tensor until the checkpoint is written. So no rank holds all tensors at once.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -10,27 +14,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard
 
 Key = tuple[str, ...]
-"""The key of a table for its weight; that key and the name of a state for an optimizer state."""
+"""The key of a tensor: the key of a table for its weight, followed by the name of a state for an optimizer state."""
 
 _MESSAGE_BYTES = 1 << 24
+_DONE, _FAILED = -1, -2
+_HARMLESS = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.dim}  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Description of the part of a whole tensor that a rank holds.
+    """The description of the part of a whole tensor that a rank holds.
 
     Attributes:
         key: key of the whole tensor.
         shape: shape of the whole tensor.
-        dtype: dtype of both.
-        place: rows, by their positions in ``order``, and columns of the piece; empty if it is the whole.
+        dtype: dtype of the tensor.
+        place: rows, by position in ``order``, and columns of the piece; empty if the piece is the whole tensor.
         order: order of the table's rows.
     """
 
@@ -42,13 +48,13 @@ class Piece:
 
     @classmethod
     def of(cls, shard: Shard, key: Key, value: Tensor) -> Piece:
-        """Return the piece that ``value``, the weight or a state of a shard, is of the whole tensor."""
-        # a row-wise state has one column in the checkpoint, as that of torchrec.optim.RowWiseAdagrad has
+        """Return the piece for ``value``, the weight or a state of a shard."""
+        # a row-wise state has one column in the checkpoint, as in torchrec.optim.RowWiseAdagrad
         shape = (shard.table.rows, 1 if value.dim() == 1 else shard.table.dim)
         return cls(key, shape, value.dtype, shard.place_in(shape), shard.order)
 
     def as_numbers(self) -> tuple[Any, ...]:
-        """Return the piece in values that ranks can exchange."""
+        """Return the piece as values that ranks can exchange."""
         order = self.order and (self.order.rows, self.order.multiplier, self.order.offset)
         return self.key, tuple(self.shape), self.dtype, [(each.start, each.stop) for each in self.place], order
 
@@ -59,7 +65,7 @@ class Piece:
         return cls(key, shape, dtype, tuple(slice(*each) for each in place), order and RowOrder(*order))
 
     def write(self, values: Tensor, whole: Tensor, after: int = 0) -> None:
-        """Copy rows of the piece to their places in the whole tensor; ``after`` is the number of rows before them."""
+        """Copy rows of the piece, beginning with row ``after``, to their places in the whole tensor."""
         if self.order is None:
             whole.copy_(values)
         else:
@@ -75,11 +81,11 @@ class SpreadTensors:
 
     Args:
         own: this rank's pieces with their live values.
-        group: process group of the ranks; None if there is one rank.
-        device: device of the messages, see :meth:`ShardedTables.message_device`.
+        group: process group of the ranks; None for one rank.
+        device: device of the messages, see :meth:`.ShardedTables.message_device`.
 
     Attributes:
-        keys: keys of the tensors, sorted, the same on every rank.
+        keys: keys of the tensors, sorted, identical on all ranks.
         own: this rank's pieces.
     """
 
@@ -87,21 +93,21 @@ class SpreadTensors:
         self.own, self._group, self._device = list(own), group, device
         mine = [piece.as_numbers() for piece, _ in own]
         of_ranks = [mine] if group is None else gather_objects(mine, group)
-        self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, number among its own
+        self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, and index among the pieces of that rank
         for rank, pieces in enumerate(of_ranks):
             for number, piece in enumerate(map(Piece.from_numbers, pieces)):
                 self._held.setdefault(piece.key, []).append((rank, number, piece))
         self.keys = sorted(self._held)
 
     def copied(self) -> Self:
-        """Return the same tensors with copies of this rank's values in host memory."""
+        """Return the tensors with copies of this rank's values in host memory."""
         found = copy(self)
         found.own = [(piece, value.detach().to("cpu", copy=True)) for piece, value in self.own]
         found._device = torch.device("cpu")
         return found
 
     def piece(self, key: Key) -> Piece:
-        """Return one of the pieces of a tensor, the same on every rank, for the attributes that all of them share."""
+        """Return the first piece of a tensor, identical on all ranks, for the attributes that all pieces share."""
         return self._held[key][0][2]
 
     def gather(self, key: Key) -> Tensor | None:
@@ -119,7 +125,7 @@ class SpreadTensors:
         return whole
 
     def gather_all(self) -> dict[Key, Tensor]:
-        """Return all whole tensors on rank 0, nothing on other ranks. Collective."""
+        """Return all whole tensors on rank 0, an empty dict on other ranks. Collective."""
         found = ((key, self.gather(key)) for key in self.keys)
         return {key: whole for key, whole in found if whole is not None}
 
@@ -141,3 +147,126 @@ class SpreadTensors:
 
 def _rows_per_message(values: Tensor) -> int:
     return max(1, _MESSAGE_BYTES // values[0].nbytes)
+
+
+class DeferredTensor(Tensor):
+    """A placeholder in a checkpoint for a tensor that is divided among the ranks, until the checkpoint is written.
+
+    It has the tensor's shape and dtype, but no values: its memory is reserved and never touched.
+
+    Attributes:
+        key: key of the tensor.
+    """
+
+    key: Key
+
+    @classmethod
+    def standing_for(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """Return a placeholder for a tensor."""
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        # torch.empty would fill the memory if deterministic algorithms are enabled
+        untouched = torch.empty(0, dtype=dtype).set_(torch.UntypedStorage(size), 0, shape)  # type: ignore[call-overload]
+        found = untouched.as_subclass(cls)
+        found.key = key
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            name = next((arg.key[0] for arg in args if isinstance(arg, DeferredTensor)), "a table")
+            raise RuntimeError(
+                f"{name!r} is sharded and has no values in on_save_checkpoint, only a shape and a dtype. Its values are "
+                "gathered later, while the checkpoint is written. To use them, call trainer.strategy.full_weight(...) on every "
+                "rank before you save."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DeferredTensor({self.key}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def storage_of(self) -> torch.UntypedStorage:
+        """Return the storage, which identifies the tensor in a pickler."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.untyped_storage()
+
+
+class Deferral(ABC):
+    """The placeholders in one checkpoint, and the source of their values."""
+
+    def __init__(self) -> None:
+        self._tensors: list[DeferredTensor] = []
+
+    def stand_in(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredTensor:
+        """Return a new placeholder; placeholders are numbered from 0."""
+        self._tensors.append(DeferredTensor.standing_for(key, shape, dtype))
+        return self._tensors[-1]
+
+    def numbers_by_storage(self) -> dict[int, int]:
+        """Return the number of each placeholder that has memory, by the address of its storage."""
+        storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
+        return {storage._cdata: number for number, storage in storages if storage.nbytes()}
+
+    @abstractmethod
+    def fetch(self, number: int) -> Tensor:
+        """Return the values of a placeholder."""
+
+
+class DeferredTensors(Deferral):
+    """Placeholders for tensors that are divided among the ranks. Rank 0 requests their values from the others.
+
+    Args:
+        device: device of the default group's messages.
+
+    Attributes:
+        held: the tensors in the order in which they were deferred, identical on all ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.held: list[SpreadTensors] = []
+        self._sources: list[SpreadTensors] = []
+
+    def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:
+        """Return a placeholder for each of the tensors, by key."""
+        pieces = {key: spread.piece(key) for key in spread.keys}
+        self.held.append(spread)
+        self._sources += [spread] * len(pieces)
+        return {key: self.stand_in(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
+
+    @override
+    def fetch(self, number: int) -> Tensor:
+        self._send(number)
+        whole = self._sources[number].gather(self._tensors[number].key)
+        assert whole is not None
+        return whole
+
+    def finish(self, failed: bool) -> None:
+        """Signal the other ranks that rank 0 needs no more values."""
+        self._send(_FAILED if failed else _DONE)
+
+    def serve(self) -> None:
+        """Send the values that rank 0 requests, until it calls :meth:`finish`.
+
+        Raises:
+            RuntimeError: rank 0 could not write the checkpoint.
+        """
+        while (number := self._receive()) >= 0:
+            self._sources[number].gather(self._tensors[number].key)
+        if number == _FAILED:
+            raise RuntimeError("rank 0 could not write the checkpoint. See the error on rank 0 for the reason.")
+
+    def _send(self, number: int) -> None:
+        dist.broadcast(torch.tensor([number], device=self._device), src=0)
+
+    def _receive(self) -> int:
+        number = torch.empty(1, dtype=torch.int64, device=self._device)
+        dist.broadcast(number, src=0)
+        return int(number)

@@ -1,7 +1,7 @@
-"""Write and read the tensors in the folder of a sharded checkpoint, each rank its pieces, by torch.distributed.checkpoint.
+"""Write and read the tensors of a sharded checkpoint with torch.distributed.checkpoint (DCP). Each rank handles its pieces.
 
-The order of rows is that of their positions, as owners hold them, and not that of their ids. So a piece is one block, also on
-another number of ranks.
+Rows are stored in the order of their positions, as owners hold them, and not in the order of their ids. So a piece is one
+block for any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_freescale.checkpoint.spread_tensors import Key, Piece
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _CHUNK_BYTES = 1 << 24
-"""Bytes that are written at once, because DCP copies a part of a larger tensor, and read at once to be sorted."""
+"""The number of bytes per write, because DCP copies parts of larger tensors, and per read of rows in another order."""
 _IN_METADATA = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -45,16 +45,16 @@ _IN_METADATA = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
-"""The names in a pickle of DCP's metadata, by their modules, besides torch's dtypes."""
+"""The names that DCP's pickled metadata may contain, by module. Dtypes of torch are allowed, too."""
 
 
 def name_of(key: Key) -> str:
-    """Return the name of a tensor in the folder."""
+    """Return the name of a tensor in a folder."""
     return "/".join(key)
 
 
 def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's pieces. Collective on ``group``, whose tensors are on the CPU; None if there is one rank.
+    """Write this rank's pieces. Collective on ``group``, a group for tensors on the CPU, or None for one rank.
 
     Raises:
         CheckpointException: a rank could not write.
@@ -64,7 +64,7 @@ def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: di
 
 
 class StoredPieces:
-    """The tensors of a folder, by name."""
+    """The tensors in a folder, by name."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = dcp.FileSystemReader(folder)
@@ -82,14 +82,14 @@ class StoredPieces:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a folder, in the place of its values in a checkpoint. It is read when it is needed.
+    """A tensor of a checkpoint that stays in the folder until its values are used.
 
     Attributes:
         name: name in the folder.
         shape: shape of the whole tensor.
         dtype: dtype of the tensor.
-        order: order of its rows in the folder; None if it has no rows.
-        pieces: the folder's tensors.
+        order: order of the rows in the folder; None for a tensor without rows.
+        pieces: all tensors in the folder.
     """
 
     name: str
@@ -99,7 +99,7 @@ class StoredTensor:
     pieces: StoredPieces
 
     def read(self, place: tuple[slice, ...], order: RowOrder, into: Tensor) -> None:
-        """Read the rows at ``place[0]`` in ``order``, columns ``place[1:]``, into ``into``."""
+        """Read the rows at positions ``place[0]`` of ``order`` and the columns ``place[1:]`` into ``into``."""
         place += tuple(slice(0, size) for size in self.shape[len(place) :])
         into = into.view([part.stop - part.start for part in place])
         if order == self.order:
@@ -112,7 +112,7 @@ class StoredTensor:
             into[positions[mine] - first] = rows[mine].to(into.device)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor, its rows by their ids."""
+        """Return the whole tensor, with rows in the order of ids."""
         found = torch.empty(self.shape, dtype=self.dtype)
         if self.order is None:
             self.pieces.read(self.name, tuple(slice(0, size) for size in self.shape), found)
@@ -122,7 +122,7 @@ class StoredTensor:
         return found
 
     def rows(self, columns: tuple[slice, ...] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ids and rows, part by part, in the folder's order."""
+        """Yield parts of the ids and their rows, in the order of the folder."""
         assert self.order is not None
         columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
@@ -135,7 +135,7 @@ class StoredTensor:
 
 
 def materialized(tree: Any) -> Any:
-    """Return a nested state in which the stored tensors are read."""
+    """Return a nested state with the values of its stored tensors."""
     return pytree.tree_map_only(StoredTensor, StoredTensor.whole, tree)
 
 
@@ -192,11 +192,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's metadata, which are a pickle, and no other class."""
+    """An unpickler that loads only the classes of DCP's metadata."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _IN_METADATA.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the metadata contain {module}.{name}, which does not belong there")
+        raise pickle.UnpicklingError(f"the metadata contains {module}.{name}, which is not allowed")

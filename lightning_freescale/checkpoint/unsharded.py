@@ -1,6 +1,6 @@
-"""Checkpoints of a sharded module in the form of the unsharded one.
+"""State dicts of sharded modules and their optimizers in the form of the unsharded module.
 
-They cost a gather, and any other strategy and the plain module can read them.
+Saving gathers the tables. Any other strategy and the plain module can read the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
 
 Hold = Callable[[SpreadTensors], Mapping[Key, Tensor]]
-"""Returns the entries of a state dict for spread tensors: the whole ones, gathered on rank 0, or placeholders."""
+"""A function that returns the entries of a state dict for spread tensors: whole tensors on rank 0, or placeholders."""
 
 
 def module_state_dict(
@@ -32,16 +32,16 @@ def module_state_dict(
     shards: Iterable[Shard] | None = None,
     kind: Key = (),
 ) -> dict[str, Any]:
-    """Return the unsharded form of a module's ``sharded`` state dict, or of a copy's. Collective.
+    """Return the unsharded form of a module's state dict, or of the state dict of a copy. Collective.
 
-    By default tables are whole on rank 0, and other ranks get the dense part.
+    By default rank 0 gets the whole tables, and other ranks get the dense part only.
 
     Args:
         tables: the tables of the module.
         sharded: the state dict of this rank.
-        hold: returns the entries for the tables.
+        hold: function that returns the entries for the tables.
         shards: this rank's shards; by default the live ones.
-        kind: part of the keys that distinguishes copies from the live tables in a checkpoint with both.
+        kind: suffix of the keys that distinguishes copies from the live tables in a checkpoint with both.
     """
     shards = tables.shards() if shards is None else shards
     own = [(Piece.of(shard, (shard.table.key, *kind), shard.weight), shard.weight) for shard in shards]
@@ -63,10 +63,10 @@ def module_state_dict(
 
 @torch.no_grad()
 def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
-    """Load an unsharded state dict into a sharded module, each rank its part of the tables.
+    """Load an unsharded state dict into a sharded module. Each rank loads its part of the tables.
 
     Raises:
-        RuntimeError: as ``torch.nn.Module.load_state_dict``; also if a table or an id map has another size.
+        RuntimeError: keys are missing or unexpected, or a table or an id map has another size.
         ValueError: the id map of a table with managed collisions cannot be divided among this number of ranks.
     """
     module.load_state_dict(loaded_module_state(tables, whole), strict=strict)
@@ -74,9 +74,9 @@ def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapp
 
 @torch.no_grad()
 def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tables of an unsharded state dict, and return it with the sharded module's entries in their places.
+    """Load the tables of an unsharded state dict, and return it with the sharded module's entries instead of the tables.
 
-    So torch reports missing and unexpected keys as usual.
+    torch then reports missing and unexpected keys as usual.
     """
     for remapping in id_remappings(tables):
         for prefix in remapping.prefixes:
@@ -95,7 +95,7 @@ def loaded_state(
     """Load this rank's rows of the tables in an unsharded state dict into ``shards``.
 
     Returns:
-        The state dict with the values of ``held`` where both have an entry.
+        The state dict, with the values of ``held`` for keys that both have.
 
     Raises:
         RuntimeError: a table has another size.
@@ -104,8 +104,8 @@ def loaded_state(
     for table in tables.tables:
         if table.key in weights and weights[table.key].shape != (table.rows, table.dim):
             raise RuntimeError(
-                f"size mismatch for {table.key}: the checkpoint has {tuple(weights[table.key].shape)}, the table is "
-                f"({table.rows}, {table.dim})"
+                f"size mismatch for {table.key}: the checkpoint has shape {tuple(weights[table.key].shape)}, the table has "
+                f"shape ({table.rows}, {table.dim})"
             )
     for shard in shards:
         if shard.table.key in weights:
@@ -116,12 +116,11 @@ def loaded_state(
 def optimizer_state_dict(
     tables: ShardedTables, groups: ParameterGroups, dense: dict[str, Any], hold: Hold = SpreadTensors.gather_all
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dict of the user's optimizer with its tables in it, by default whole on rank 0. Collective.
+    """Return the state dict of the user's optimizer with the states of the tables, by default whole on rank 0. Collective.
 
     Returns:
-        The state dict, and the values that have no place in it: the numbers of optimizer steps and of each table's updates,
-        the states of tables with an optimizer of their own, and the ids that each rank's maps have seen since they last
-        admitted new ones.
+        The state dict, and a dict of the values that it cannot hold: the number of optimizer steps, the number of updates of
+        each table, the states of tables with their own optimizer, and the input histories of each rank's id maps.
     """
     states: dict[str, dict[str, Tensor]] = {}
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
@@ -140,22 +139,25 @@ def optimizer_state_dict(
 def load_optimizer_state_dict(
     tables: ShardedTables, groups: ParameterGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load the results of :func:`optimizer_state_dict` into the tables, each rank its part.
+    """Load the results of :func:`optimizer_state_dict` into the tables. Each rank loads its part.
 
-    ``full`` is the state dict with the tables, ``extra`` has the other values. It is empty for a checkpoint of another
-    strategy.
+    Args:
+        tables: the sharded tables.
+        groups: the parameter groups of the user's optimizer.
+        full: the state dict with the tables.
+        extra: the other values; empty for a checkpoint of another strategy.
 
     Returns:
         The state dict of the dense optimizer.
 
     Raises:
-        ValueError: the checkpoint has updates but no state for a table whose optimizer keeps remapping.
+        ValueError: the checkpoint has updates but no state for a table with a stateful optimizer.
     """
     dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
     states |= extra.get("in_backward_states", {})
     for key, weight in groups.weights.items():
-        # a table has no state if it was frozen, or if torch's Adam has never updated it
+        # a table has no state if it was frozen or if torch's Adam has never updated it
         stateful = weight.requires_grad and (key in groups.in_backward or groups.has_state(key))
         updates = int(states.get(key, {}).get("step", groups.step if stateful else 0))
         groups.updates[key] = extra.get("table_updates", {}).get(key, updates)
@@ -163,8 +165,8 @@ def load_optimizer_state_dict(
         updates = groups.updates[shard.table.key]
         if updates and shard.state and shard.table.key not in states:
             raise ValueError(
-                f"the checkpoint has no optimizer state for table {shard.table.key!r}, which has seen {updates} updates: "
-                "load its weights alone with model.load_state_dict, or resume from a checkpoint that was saved during fit"
+                f"the checkpoint has no optimizer state for table {shard.table.key!r} after {updates} updates. Load only the "
+                "weights with model.load_state_dict, or resume from a checkpoint that was saved during fit."
             )
     for shard in tables.shards():
         for name, value in shard.state.items():
@@ -174,8 +176,8 @@ def load_optimizer_state_dict(
     remappings, ranks, histories = id_remappings(tables), tables.group.size(), extra.get("id_maps", [])
     if remappings and "id_maps" in extra and len(histories) != ranks:
         warnings.warn(
-            f"the checkpoint holds what the id maps of {len(histories)} ranks had seen since they last let ids in, this run "
-            f"has {ranks}: those counts start anew",
+            f"the checkpoint has the input histories of the id maps of {len(histories)} ranks, but this run has {ranks} ranks. "
+            "The id maps start with empty histories.",
             stacklevel=2,
         )
     for remapping in remappings if len(histories) == ranks else ():
@@ -199,8 +201,12 @@ def merge(
 ) -> dict[str, Any]:
     """Return the state dict that the user's optimizer would have if it had also updated the tables.
 
-    ``dense`` is the state dict of the optimizer of the dense parameters, ``states`` has those of the tables by name, ``layout``
-    the parameter names of every group in the user's order, tables included, and ``updates`` the updates of each table.
+    Args:
+        dense: the state dict of the optimizer without the tables.
+        layout: the parameter names of every group in the user's order, including the tables.
+        tables: the names of the tables.
+        states: the states of the tables, by name.
+        updates: the number of updates of each table, by name.
     """
     if "param_groups" not in dense:  # Lightning's placeholder for a module without optimizer
         return dense
@@ -219,21 +225,21 @@ def merge(
 def split(
     full: dict[str, Any], layout: list[list[str]], tables: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], int]:
-    """Split a state dict of :func:`merge`.
+    """Split a result of :func:`merge`.
 
     Returns:
-        The state dict for the dense optimizer, the states of the tables by name, and the number of updates done.
+        The state dict of the optimizer without the tables, the states of the tables by name, and the number of updates.
 
     Raises:
-        ValueError: the checkpoint's parameter groups are not those of this optimizer.
+        ValueError: the parameter groups have other sizes than ``layout``.
     """
     if "param_groups" not in full:
         return full, {}, 0
     sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]
     if sizes != expected:
         raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, configure_optimizers returned one with "
-            f"{expected}: resume with the optimizer that wrote the checkpoint"
+            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, but the optimizer from "
+            f"configure_optimizers has {expected}. Resume with the optimizer that wrote the checkpoint."
         )
     dense: dict[str, Any] = {"state": {}, "param_groups": []}
     states: dict[str, dict[str, Tensor]] = {}

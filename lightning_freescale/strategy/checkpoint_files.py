@@ -22,7 +22,7 @@ from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._runtime.worker import WorkerThread
 
 if TYPE_CHECKING:
-    from lightning_freescale.checkpoint.deferred_tensors import DeferredTensors
+    from lightning_freescale.checkpoint.spread_tensors import DeferredTensors
 
 
 class CheckpointFiles:
@@ -66,7 +66,7 @@ class CheckpointFiles:
                 "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
             )
         if local:  # else a plugin writes whole tensors
-            self._deferred = checkpoint_module("deferred_tensors").DeferredTensors(device)
+            self._deferred = checkpoint_module("spread_tensors").DeferredTensors(device)
         try:
             yield
         finally:
@@ -151,7 +151,7 @@ class CheckpointFiles:
             FileNotFoundError: it is not there.
             ValueError: it is damaged, or no checkpoint.
         """
-        reading = checkpoint_module("reading")
+        reading = checkpoint_module("conversion")
         try:
             reading.check(path, together=True)
         except ValueError as damage:

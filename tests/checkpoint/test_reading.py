@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.checkpoint.reading import check, read
+from lightning_freescale.checkpoint.conversion import check, read
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
