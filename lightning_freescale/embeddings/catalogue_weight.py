@@ -1,8 +1,8 @@
-"""Tensors that stand for the whole weight of a sharded table, and for its products with hidden states.
+"""Placeholders for the whole weight of a sharded table and for its products with hidden states.
 
-Models compute logits over all items by ``hidden @ weight.T`` or ``F.linear(hidden, weight)``, and a loss of them. In a training
-step neither tensor exists on any rank: the first one remembers the table, the second one the hidden states, until the loss is
-computed over the shards. Without gradients every function gets a copy of the whole weight.
+Models compute logits over all items by ``hidden @ weight.T`` or ``F.linear(hidden, weight)``, and a loss of the logits. In a
+training step neither tensor exists on any rank: :class:`CatalogueWeight` refers to the table, :class:`CatalogueLogits` keeps
+the hidden states, and the loss is computed over the shards. Without gradients functions get a copy of the whole weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_freescale.losses import catalogue_cross_entropy
 
-_TENSOR: Any = Tensor
 _METADATA: set[Any] = {
     *(
         getattr(Tensor, name).__get__
@@ -27,9 +26,9 @@ _METADATA: set[Any] = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.__hash__, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.numel),
 }
-"""Functions that ask for no number of the tensor."""
+"""The functions that do not read values of the tensor."""
 _PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-_TRANSPOSED: set[Any] = {torch.t, Tensor.t, _TENSOR.T.__get__, _TENSOR.mT.__get__}
+_TRANSPOSED: set[Any] = {torch.t, Tensor.t, *(getattr(Tensor, name).__get__ for name in ("T", "mT"))}
 _SWAPS: set[Any] = {getattr(where, n) for where in (torch, Tensor) for n in ("transpose", "swapaxes", "swapdims")}
 _PERMUTES: set[Any] = {torch.permute, Tensor.permute}
 _SAME: set[Any] = {Tensor.contiguous, Tensor.float, Tensor.to, Tensor.type_as}
@@ -46,20 +45,19 @@ _SCALES_IN_PLACE: dict[Any, Any] = {
 
 
 class _StandIn(Tensor):
-    """A tensor that has a shape and no numbers."""
+    """A tensor with a shape and no values."""
 
     path: str
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise because something is asked for that the shards do not give."""
         raise RuntimeError(
-            f"{what} of {self.path}.weight, or of logits by it, in training: it is sharded, this rank has some of its rows "
-            "only. In training_step hidden @ weight.T and F.linear(hidden, weight, bias) are computed over the shards where "
-            "scaling, views and selected positions and then F.cross_entropy, or log_softmax with nll_loss or gather, follow. "
-            f"Look up the rows of some items, as those of sampled negatives, by calling the embedding: {self.path}(ids). "
-            "Otherwise call lightning_freescale.losses.catalogue_cross_entropy; read a copy of all rows by "
-            f"trainer.strategy.full_weight({self.path!r}), on every rank; or leave {self.path!r} out of "
-            "FreeScaleStrategy(shard=...)"
+            f"{what} is not supported in training for {self.path}.weight and for logits computed from it. The table is "
+            "sharded, and each rank has some of its rows. Supported are hidden @ weight.T and F.linear(hidden, weight, bias), "
+            "then scaling, views and selections of positions, then F.cross_entropy, or log_softmax with nll_loss or gather. "
+            f"For some items, such as sampled negatives, call the embedding: {self.path}(ids). Otherwise use "
+            "lightning_freescale.losses.catalogue_cross_entropy, read a copy of the table with "
+            f"trainer.strategy.full_weight({self.path!r}) on every rank, or remove {self.path!r} from "
+            "FreeScaleStrategy(shard=...)."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -71,8 +69,7 @@ class _StandIn(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         flat = tree_leaves((args, kwargs))
-        # logits know more than weights of what may be done with them
-        for kind in (CatalogueLogits, CatalogueWeight):
+        for kind in (CatalogueLogits, CatalogueWeight):  # logits support more functions than weights
             found = next((each for each in flat if isinstance(each, kind)), None)
             if found is not None:
                 return found.apply(func, *args, **(kwargs or {}))
@@ -87,30 +84,29 @@ class _StandIn(Tensor):
 
 
 class CatalogueWeight(_StandIn):
-    """The rows ``rows`` of a sharded table, of width ``dim``, as its weight or transposed.
+    """A placeholder for rows of a sharded table, or for their transpose.
 
     Args:
-        leaf: this rank's part, which knows the table.
-        path: of the embedding.
-        rows: which rows.
+        leaf: this rank's part of the weight, with the functions ``freescale_catalogue`` and ``freescale_ranks``.
+        path: path of the embedding.
+        rows: rows of the table.
         dim: width of a row.
-        transposed: whether it is transposed.
+        transposed: whether the tensor is transposed.
     """
+
+    leaf: Any
+    rows: range
+    width: int
+    transposed: bool
 
     @staticmethod
     def __new__(cls: Any, leaf: Tensor, path: str, rows: range, dim: int, transposed: bool = False) -> Any:
-        """Make the tensor without numbers."""
+        """Return a tensor without values."""
         shape = (dim, len(rows)) if transposed else (len(rows), dim)
         options: Any = {"dtype": leaf.dtype, "device": leaf.device, "requires_grad": leaf.requires_grad}
         made = Tensor._make_wrapper_subclass(cls, shape, **options)
         made.leaf, made.path, made.rows, made.width, made.transposed = leaf, path, rows, dim, transposed
         return made
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.leaf: Any
-        self.rows: range
-        self.width: int
-        self.transposed: bool
 
     def freescale_catalogue(self) -> Any:
         """Return these rows for a loss, see :class:`lightning_freescale.losses.CatalogueRows`."""
@@ -134,7 +130,7 @@ class CatalogueWeight(_StandIn):
         return found.T if self.transposed else found
 
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``func`` would return of the whole weight."""
+        """Return the result of ``func`` for the whole weight, or raise."""
         if args[0] is self:
             if func in _TRANSPOSED or (func in _SWAPS | _PERMUTES and _dims(args, kwargs, 2) in ([0, 1], [1, 0])):
                 keeps = func in _PERMUTES and _dims(args, kwargs, 2) == [0, 1]
@@ -158,7 +154,7 @@ class CatalogueWeight(_StandIn):
         return self.refuse(getattr(func, "__name__", f"{func}"))
 
     def _range(self, index: Any) -> range | None:
-        """Return which rows an index selects, if these follow each other; it may be a mask that leaves rows at an end out."""
+        # accept a slice, or a mask of consecutive rows, such as one that excludes a padding row
         if isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == (len(self.rows),):
             chosen = index.nonzero()
             if len(chosen) and int(chosen[-1] - chosen[0]) == len(chosen) - 1:
@@ -171,15 +167,22 @@ class CatalogueWeight(_StandIn):
 
 
 class CatalogueLogits(_StandIn):
-    """``hidden @ weight.T + bias``, not computed.
+    """A placeholder for ``hidden @ weight.T + bias``.
 
     Args:
         hidden: shape ``[..., dim]``.
-        weight: not transposed.
+        weight: weight that is not transposed.
         bias: shape ``[items]``.
-        at: which dimension is that of the items; the last one by default.
-        of_log: whether these are the logarithms of probabilities, after ``log_softmax``.
+        at: dimension of the items; the last one by default.
+        of_log: whether the values are log-probabilities, after ``log_softmax``.
     """
+
+    hidden: Tensor
+    weight: Any  # a CatalogueWeight; torch declares that its rows are a Tensor
+    bias: Tensor | None
+    at: int
+    of_log: bool
+    detached: bool
 
     @staticmethod
     def __new__(
@@ -190,32 +193,25 @@ class CatalogueLogits(_StandIn):
         at: int | None = None,
         of_log: bool = False,
     ) -> Any:
-        """Make the tensor without numbers."""
+        """Return a tensor without values."""
         shape = list(hidden.shape[:-1])
         at = len(shape) if at is None else at
         shape.insert(at, len(weight.rows))
         options: Any = {"dtype": weight.dtype, "device": hidden.device}
         made = Tensor._make_wrapper_subclass(cls, shape, **options, requires_grad=hidden.requires_grad or weight.requires_grad)
         made.hidden, made.weight, made.bias, made.at, made.of_log, made.path = hidden, weight, bias, at, of_log, weight.path
+        made.detached = False
         return made
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.hidden: Tensor
-        self.weight: CatalogueWeight
-        self.bias: Tensor | None
-        self.at: int
-        self.of_log: bool
-        self.detached = False
-
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``func`` would return of the logits."""
+        """Return the result of ``func`` for the logits, or raise."""
         handler = None if self.detached else _HANDLERS.get(func)
         found = None if handler is None else handler(self, func, args, kwargs)
         return self.refuse(getattr(func, "__name__", f"{func}")) if found is None else found
 
     @property
     def last(self) -> bool:
-        """Whether the last dimension is that of the items."""
+        """Whether the items are the last dimension."""
         return self.at == self.dim() - 1
 
     def _like(self, hidden: Tensor | None = None, **changes: Any) -> CatalogueLogits:
@@ -225,7 +221,7 @@ class CatalogueLogits(_StandIn):
             kept["at"] = self.at
         return CatalogueLogits(hidden, **{**kept, **changes})
 
-    # -- what functions return, each given with its arguments; None for what the shards do not give
+    # -- results of functions; None for arguments that the shards do not support
 
     def _same(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
         return self if args[0] is self and _keeps_type(self, args[1:], kwargs) else None
@@ -261,7 +257,7 @@ class CatalogueLogits(_StandIn):
         fits = given["dim"] % self.dim() == self.at and index.shape == (*self.hidden.shape[:-1], 1)
         if not (self.of_log and self.last and fits):
             return None
-        options: Any = {"ignore_index": torch.iinfo(torch.int64).min, "reduction": "none"}  # none is ignored
+        options: Any = {"ignore_index": torch.iinfo(torch.int64).min, "reduction": "none"}  # ignores no position
         return -catalogue_cross_entropy(self.hidden, self.weight, index[..., 0], self.bias, **options)[..., None]
 
     def _swapped(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
@@ -289,7 +285,7 @@ class CatalogueLogits(_StandIn):
         if sum(dims) - len(places) < self.dim() and (not places or places[0] == len(given) - 1 or items is None):
             return self._of_positions(func, args, kwargs)
         if not self.last or self.of_log or not isinstance(items, slice) or items.step not in (None, 1):
-            # probabilities are of all items, whichever are selected
+            # probabilities are normalized over all items, so a selection of items would change them
             return self._of_positions(func, args, kwargs) if items == slice(None) else None
         bias = None if self.bias is None else self.bias[items]
         return CatalogueLogits(self.hidden[(*positions, slice(None))], self.weight[items], bias)
@@ -352,7 +348,7 @@ _HANDLERS: dict[Any, Callable[[CatalogueLogits, Any, Any, Any], Any]] = {
 
 
 def _dims(args: Any, kwargs: Any, dims: int) -> list[int]:
-    """Return the dimensions that a transposing function is given, from 0 to ``dims - 1``."""
+    """Return the dimensions among the arguments of a transposing function, as numbers from 0 to ``dims - 1``."""
     given = [*args[1:], *kwargs.values()]
     if len(given) == 1 and not isinstance(given[0], int):
         given = list(given[0])
@@ -360,7 +356,6 @@ def _dims(args: Any, kwargs: Any, dims: int) -> list[int]:
 
 
 def _keeps_type(tensor: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether a conversion is to the dtype that the tensor has."""
     given = [*args, *kwargs.values()]
     types = [each.dtype if isinstance(each, Tensor) else each for each in given]
     return all(each == tensor.dtype for each in types if isinstance(each, torch.dtype))

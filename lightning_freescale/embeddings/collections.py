@@ -1,11 +1,11 @@
-"""Find the embedding collections of a module, and put others in their places."""
+"""Find the embedding collections of a module and replace them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Collection as Group
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,16 +28,16 @@ class Table:
     """One embedding table of a collection.
 
     Attributes:
-        name: as in its TorchRec config.
-        key: its weight's name in the state dict of the whole module.
+        name: name in the TorchRec config.
+        key: name of the weight in the state dict of the whole module.
         rows: number of embeddings.
         dim: embedding width.
-        features: the KeyedJaggedTensor features that look it up.
-        init: fills a tensor with initial weights.
-        padding_row: the row that is zero at first and never updated, if there is one.
-        mean: whether the rows of a bag are pooled by their mean, else by their sum.
-        data_type: of its weights.
-        first_column: 0 for a whole table; for a part of one, see :func:`.row_layout.parts_by_width`, its first column there.
+        features: KeyedJaggedTensor features that look up the table.
+        init: function that fills a tensor with initial weights.
+        padding_row: row that is zero at first and never updated; None if there is none.
+        mean: whether the rows of a bag are averaged instead of summed.
+        data_type: data type of the weights.
+        first_column: first column of a part of a table, see :func:`.row_layout.parts_by_width`; 0 for a whole table.
     """
 
     name: str
@@ -51,32 +51,30 @@ class Table:
     data_type: DataType = DataType.FP32
     first_column: int = 0
 
-    @property
+    @cached_property
     def kernel_dim(self) -> int:
-        """Width of the rows in the kernel, whose rows are of 16 bytes or a multiple."""
+        """The width of rows in FBGEMM's kernel, a multiple of 16 bytes."""
         return self.dim + -self.dim % 4
 
 
 @dataclass(frozen=True)
 class Collection:
-    """One embedding collection of a module: where it is and how to build it anew without memory.
-
-    Or an ``nn.Embedding``, which is a collection of one table to everyone but the user.
+    """An embedding collection of a module, or an ``nn.Embedding``, which is a collection of one table.
 
     Attributes:
-        path: where the module holds it, as in ``named_modules``.
-        aliases: other places where the module holds the same collection.
-        blueprint: builds an unsharded copy on the meta device.
-        torchrec: builds the collection that TorchRec shards, on the meta device; its tables have the width of the kernel.
-        tables: its tables.
-        sharder: TorchRec's sharder for it.
+        path: path in ``named_modules``.
+        aliases: other paths of the same collection.
+        blueprint: function that builds an unsharded copy on the meta device.
+        torchrec: function that builds the collection for TorchRec to shard, on the meta device, with kernel widths.
+        tables: the tables.
+        sharder: TorchRec's sharder for the collection.
         pooled: whether it is an EmbeddingBagCollection.
-        managed: whether TorchRec remaps its ids before it looks them up, so that any id has a row. TorchRec exchanges its rows,
-            because they are not known before the lookup.
+        managed: whether TorchRec remaps ids before the lookup, so that any id has a row. TorchRec exchanges the rows of such
+            a collection, because they are not known before the lookup.
         need_indices: whether it returns the ids as the weights of its JaggedTensors.
         embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
-        weighted: whether it is an EmbeddingBagCollection that multiplies each row by a weight of its id.
-        ties: modules that have the weight of the ``nn.Embedding`` as theirs, such as an output layer.
+        weighted: whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id.
+        ties: paths of modules that share the weight of the ``nn.Embedding``, such as an output layer.
     """
 
     path: str
@@ -93,37 +91,40 @@ class Collection:
     ties: tuple[str, ...] = ()
 
     def names(self, inner: str) -> tuple[str, ...]:
-        """Return what the whole module calls something that the collection calls ``inner``, first as it is at ``path``."""
+        """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
         return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases, *self.ties))
 
     def put(self, root: nn.Module, old: nn.Module, new: Any) -> None:
-        """Put ``new`` wherever ``root`` holds ``old``, and its weight wherever a module shares that of ``old``."""
+        """Replace ``old`` by ``new`` everywhere in ``root``, and its weight in modules that share it."""
         replace_everywhere(root, old, new)
         for path in self.ties:
             holder: Any = root.get_submodule(path)
             holder.__dict__.pop("weight", None)
             holder._parameters["weight"] = new._parameters["weight"]
             if hasattr(new, "freescale_sharding"):
-                # no parameter: state dicts have it by the name that strategies and checkpoints give the table
+                # not a parameter: state dicts contain the weight under the name that strategies and checkpoints use
                 del holder._parameters["weight"]
                 holder.__dict__["weight"] = new.catalogue_weight()
                 holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of an unsharded ``module`` at ``path`` by their names in the whole module's state dict."""
-        return {self.names(name)[0]: weight for name, weight in module.named_parameters(remove_duplicate=False)}
+        """Return the parameters of ``module``, which is at ``path``, by name in the whole module's state dict."""
+        prefix = f"{self.path}." if self.path else ""
+        return {prefix + name: weight for name, weight in module.named_parameters(remove_duplicate=False)}
 
 
 def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list[tuple[Collection, Any]]:
-    """Return every collection under ``root`` that can be sharded, each with the module that stands there now.
+    """Return every collection under ``root`` that can be sharded, with its current module.
 
-    That is the user's unsharded one, or the sharded one that an earlier call of the strategy left. Collections inside
-    other TorchRec modules belong to those and are not returned, except that one with managed collisions is one collection.
-    Of the plain ``nn.Embedding`` modules under ``root`` those in ``embeddings`` are returned as collections; others that share
-    the weight of one are that collection again.
+    The module is the user's unsharded module or the sharded module of an earlier call of the strategy. Collections inside
+    other TorchRec modules are not returned, but a collection with managed collisions is.
+
+    Args:
+        root: the module to search.
+        embeddings: plain ``nn.Embedding`` modules to return as collections. Other modules with the same weight are aliases.
 
     Raises:
-        ValueError: a module is sharded already, or manages collisions and cannot be sharded.
+        ValueError: a module is already sharded by TorchRec, or has managed collisions that cannot be sharded.
     """
     tables = {weight: module for module in embeddings if (weight := _embedding_weight(module)) is not None}
     paths: dict[nn.Module, list[str]] = {}
@@ -147,8 +148,8 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
             found.append((_describe_embedding(path, tuple(aliases), ties, module), module))
         elif isinstance(module, ShardedModule):
             raise ValueError(
-                f"module {path!r} is already sharded ({type(module).__name__}): strategy 'freescale' shards by itself, pass "
-                "the unsharded collection"
+                f"module {path!r} is already sharded ({type(module).__name__}). Strategy 'freescale' shards collections "
+                "itself. Pass the unsharded collection."
             )
         if type(module).__module__.startswith("torchrec.modules.") and path:
             inside = f"{path}."
@@ -156,13 +157,13 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
 
 
 def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, Any]]) -> list[str]:
-    """Return the paths of collections that :func:`find_collections` has not ``found``: subclasses, and those inside others."""
+    """Return the paths of collections that :func:`find_collections` did not return: subclasses and inner collections."""
     shardable = {inner for _, module in found for inner in module.modules()}
     return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and module not in shardable]
 
 
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``root`` holds ``old``, or an ``nn.Embedding`` of the same weight."""
+    """Replace ``old`` by ``new`` everywhere in ``root``, and each ``nn.Embedding`` with the weight of ``old``."""
     weight = _embedding_weight(old)
     for parent in list(root.modules()):
         for name, child in parent._modules.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -35,31 +36,40 @@ from lightning_freescale.embeddings.shards import (
     follow_first_rank,
     kernels,
     refuse_whole_use,
-    shards_of,
 )
 
 Found: TypeAlias = "list[tuple[Collection, Any]]"
-"""Collections of a module, each with what stands there now."""
+"""The collections of a module, each with its current module."""
+
+
+@dataclass
+class _Place:
+    collection: Collection
+    original: Any  # unsharded, or sharded by an earlier call
+    record: ShardingRecord | None  # of the original, if it is sharded
+    weights: dict[str, nn.Parameter]  # of the original, by key
+    current: Any  # on the meta device
 
 
 class TableSharding:
-    """Takes the embedding collections out of a module, and puts TorchRec's sharded ones in their places.
+    """Replaces the embedding collections of a module by TorchRec's sharded modules.
 
-    Creating it replaces every collection under ``root`` by its blueprint, a copy on the meta device. So an optimizer can be
-    built over the unsharded parameters, with their names and groups and without memory for tables, and tells which group
-    drives which table. Then either :meth:`shard` or :meth:`restore` must follow.
+    The constructor replaces every collection under ``root`` by its blueprint, a copy on the meta device. An optimizer that is
+    built now has the parameter names and groups of the unsharded module, without memory for tables. Then call :meth:`shard` or
+    :meth:`restore`.
 
     Args:
-        root: the module, changed in place.
-        device: where the shards will live.
-        overlap: whether the overlap engine will run, which updates some tables that FBGEMM cannot.
-        found: the collections under ``root``, as :func:`.find_collections` returns them; found here if not given.
+        root: module to change in place.
+        device: device of the shards.
+        overlap: whether the overlap engine will run. It updates some tables that FBGEMM cannot update.
+        found: collections under ``root``, a result of :func:`.find_collections`; None to search for them.
 
     Attributes:
         parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
-            TorchRec keeps ids, which no optimizer updates.
+            TorchRec stores ids, which no optimizer updates.
         in_backward: optimizers that the user has applied in backward, by table key.
-        updates: how many each table's optimizer has done; those applied in backward go on where an earlier fit has ended.
+        updates: number of updates of each table, by key. Tables with an optimizer applied in backward keep the number of an
+            earlier fit.
         sparse_adam: keys of the tables that the overlap engine can update.
 
     Raises:
@@ -68,55 +78,51 @@ class TableSharding:
 
     def __init__(self, root: nn.Module, device: torch.device, overlap: bool = False, found: Found | None = None) -> None:
         self.root, self.device, self._overlap = root, device, overlap
-        if found is None:
-            found = find_collections(root)
+        found = find_collections(root) if found is None else found
         for collection, _ in found:
             check_tables(collection, overlap)
-        self._replaced = [(collection, module, collection.blueprint()) for collection, module in found]
-        overlapped = [c for c, *_ in self._replaced if overlap and not c.managed]
+        self._places = [
+            _Place(each, module, getattr(module, "freescale_sharding", None), each.parameters(module), each.blueprint())
+            for each, module in found
+        ]
+        overlapped = [collection for collection, _ in found if overlap and not collection.managed]
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
         self.in_backward: dict[str, TableOptimizer] = {}
         self.updates: dict[str, int] = {}
         self.parameters: dict[str, nn.Parameter] = {}
-        self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups, with what they held before
-        for collection, module, blueprint in self._replaced:
-            self.parameters |= collection.parameters(blueprint)
-            self._read_weights(collection, module)
-            if hasattr(module, "freescale_sharding"):
-                record = module.freescale_sharding
-                self.in_backward |= record.in_backward
-                self.updates |= {key: record.updates[key] for key in record.in_backward}
-            else:
-                self._read_in_backward(collection, module)
-            collection.put(root, module, blueprint)
+        self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups and their earlier parameters
+        for place in self._places:
+            self.parameters |= place.collection.parameters(place.current)
+            self._read_tables(place)
+            place.collection.put(root, place.original, place.current)
 
     def restore(self) -> None:
-        """Put back the collections, and the parameters of an adopted optimizer, if sharding has failed."""
-        for collection, module, blueprint in self._replaced:
-            collection.put(self.root, blueprint, module)
+        """Restore the collections and the parameters of an adopted optimizer after a failure."""
+        for place in self._places:
+            place.collection.put(self.root, place.current, place.original)
         for group, parameters in self._adopted:
             group["params"] = parameters
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer hold the blueprints in the places of the unsharded weights that it was built over.
+        """Replace the unsharded weights in an optimizer by the blueprints.
 
         Raises:
-            ValueError: it has updated tables already, by states that the shards would not have.
+            ValueError: the optimizer has already updated tables. The shards would not have its states.
         """
-        stands_for: dict[Any, nn.Parameter] = {}
-        for collection, module, _ in self._replaced:
-            stands_for |= {weight: self.parameters[key] for key, weight in collection.parameters(module).items()}
-        states = (optimizer.state[weight] for weight in stands_for if weight in optimizer.state)
+        replaced: dict[Any, nn.Parameter] = {}
+        for place in self._places:
+            replaced |= {weight: self.parameters[key] for key, weight in place.weights.items()}
+        states = (optimizer.state[weight] for weight in replaced if weight in optimizer.state)
         if steps := max((int(state.get("step", 0)) for state in states), default=0):
             raise ValueError(
-                f"{type(optimizer).__name__} has done {steps} updates of embedding tables before they are sharded: build it "
-                "anew, and load what it had by fabric.load, or optimizer.load_state_dict, after fabric.setup"
+                f"{type(optimizer).__name__} has made {steps} updates of embedding tables before they are sharded. Create a "
+                "new optimizer. After fabric.setup, load the old state with fabric.load or optimizer.load_state_dict."
             )
-        for weight in stands_for:
+        for weight in replaced:
             optimizer.state.pop(weight, None)
         self._adopted = [(group, list(group["params"])) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [stands_for.get(weight, weight) for weight in group["params"]]
+            group["params"] = [replaced.get(weight, weight) for weight in group["params"]]
 
     def shard(
         self,
@@ -127,97 +133,98 @@ class TableSharding:
         optimizers: Mapping[str, TableOptimizer] | None = None,
         placement: Placement = "hash",
     ) -> ShardedTables:
-        """Shard every collection, keeping its weights. Collective.
+        """Shard every collection and keep its weights. Collective.
 
-        Nothing unsharded is built on the device: shards are created empty there and filled from the unsharded weights, from
-        the shards of an earlier call, or, for collections on the meta device, by each table's own initialiser.
+        The device never holds an unsharded table. Empty shards are created on it and filled from the unsharded weights, from
+        the shards of an earlier call, or, if the weights are on the meta device, by the initialiser of each table.
 
         Args:
-            group: process group of the embedding exchange, over all ranks.
-            local_world_size: ranks per node.
-            plan: TorchRec sharding plan with an entry for every collection, or a TorchRec planner; the plan of an earlier call,
-                or else a row-wise planner, if not given.
-            optimizers: for each table's key how backward updates it; tables left out are frozen.
-            placement: of the rows of row-wise tables, see :func:`.placement.row_orders`.
+            group: process group of the embedding exchange, with all ranks.
+            local_world_size: number of ranks per node.
+            plan: TorchRec sharding plan with an entry for every collection, or a TorchRec planner. The default is the plan of
+                an earlier call, or else a row-wise planner.
+            optimizers: optimizer of each table, by key. Tables without an optimizer are frozen.
+            placement: placement of the rows of row-wise tables, see :func:`.placement.row_orders`.
+
+        Returns:
+            The sharded tables.
 
         Raises:
-            ValueError: the plan misses a collection or a table, or differs from the one that sharded them earlier.
+            ValueError: the plan lacks a collection or a table, or differs from the plan of an earlier call.
         """
-        collections = [collection for collection, *_ in self._replaced]
-        self._replace_blueprints()
-        chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for c in collections for table in c.tables}
-        planner = plan if hasattr(plan, "collective_plan") else None
-        if plan is None or planner is not None:
-            plan = self._earlier_plan()
-        if plan is None:
-            if planner is None:
-                weights = [weight for *_, planned in self._replaced for weight in planned.parameters()]
-                memory = memory_for_tables(self.root, weights, self.device, group)
-                planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
-            # over the default group: this one would have to connect gloo for the broadcast, and nothing else needs that
-            whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
-            plan = planner.collective_plan(self.root, [collection.sharder for collection in collections], whole)
-        # an unsharded run would not draw the random numbers that shards are created with: dropout must stay what it was
+        for place in self._places:
+            # the optimizer was built over the user's modules, such as an nn.Embedding; TorchRec shards collections
+            planned = place.collection.torchrec()
+            replace_everywhere(self.root, place.current, planned)
+            place.current = planned
+        tables = [table for place in self._places for table in place.collection.tables]
+        chosen = {table.key: (optimizers or {}).get(table.key, FROZEN) for table in tables}
+        plan = self._plan(plan, group, local_world_size)
+        # the random numbers for new shards must not change the dropout of the run
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
-            torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # else shards would start as copies of each other
+            torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # with one seed, the shards would be copies
             env = ShardingEnv.from_process_group(group)
             with _ranks_per_node(local_world_size):
-                modules = [self._shard_collection(c, built, plan, chosen, env, placement) for c, _, built in self._replaced]
-            for (collection, original, _), module in zip(self._replaced, modules):
-                if not hasattr(original, "freescale_sharding"):
-                    follow_first_rank(collection, original, group)
-                fill_shards(shards_of(collection, module), collection, original, chosen)
-                if collection.managed:
-                    fill_id_remappings(collection, module, original)
-        for (collection, original, blueprint), module in zip(self._replaced, modules):
-            collection.put(self.root, blueprint, module)
-            self._refuse_gradients(collection, original)
-        return ShardedTables(list(zip(collections, modules)))
+                modules = [self._shard_collection(place, plan, chosen, env, placement) for place in self._places]
+            for place, module in zip(self._places, modules):
+                if place.record is None:
+                    follow_first_rank(place.collection, place.weights, group)
+                fill_shards(place.collection, module, place.original, place.weights, chosen)
+                if place.collection.managed:
+                    fill_id_remappings(place.collection, module, place.original)
+        for place, module in zip(self._places, modules):
+            place.collection.put(self.root, place.current, module)
+            # the model may hold the unsharded weights elsewhere, too, where they would not be trained
+            for key, weight in place.weights.items() if place.record is None else ():
+                if weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(_refuse_gradient, key, "the unsharded weight"))
+        return ShardedTables([(place.collection, module) for place, module in zip(self._places, modules)])
 
-    def _refuse_gradients(self, collection: Collection, original: Any) -> None:
-        """Refuse gradients of weights that are trained no more, because the model holds them elsewhere as well."""
-        for key, weight in collection.parameters(original).items():
-            if weight.requires_grad and not hasattr(original, "freescale_sharding"):
-                weight.register_post_accumulate_grad_hook(partial(_refuse_gradient, key, "the unsharded weight"))
-
-    def _read_weights(self, collection: Collection, module: Any) -> None:
-        weights = collection.parameters(module)
-        for key in (table.key for table in collection.tables):
+    def _read_tables(self, place: _Place) -> None:
+        for key in (table.key for table in place.collection.tables):
+            weight = place.weights[key]
             self.updates[key] = 0
-            self.parameters[key].requires_grad_(weights[key].requires_grad)
-
-    def _read_in_backward(self, collection: Collection, module: Any) -> None:
-        weights = collection.parameters(module)
-        for key in (table.key for table in collection.tables):
-            given = TableOptimizer.from_applied_in_backward(weights[key], key, self.device, key in self.sparse_adam)
+            self.parameters[key].requires_grad_(weight.requires_grad)
+            if place.record is None:
+                given = TableOptimizer.from_applied_in_backward(weight, key, self.device, key in self.sparse_adam)
+            else:
+                given = place.record.in_backward.get(key)
+                self.updates[key] = 0 if given is None else place.record.updates[key]
             if given is not None:
                 self.in_backward[key] = given
 
-    def _replace_blueprints(self) -> None:
-        # the optimizer was built over what the user knows, an nn.Embedding, say; TorchRec plans and shards collections
-        for index, (collection, original, blueprint) in enumerate(self._replaced):
-            planned = collection.torchrec()
-            replace_everywhere(self.root, blueprint, planned)
-            self._replaced[index] = (collection, original, planned)
-
-    def _earlier_plan(self) -> ShardingPlan | None:
-        records = {collection.path: getattr(module, "freescale_sharding", None) for collection, module, _ in self._replaced}
-        return ShardingPlan({path: r.plan for path, r in records.items() if r}) if all(records.values()) else None
+    def _plan(self, plan: Any, group: dist.ProcessGroup, local_world_size: int) -> ShardingPlan:
+        planner = plan if hasattr(plan, "collective_plan") else None
+        if plan is not None and planner is None:
+            given: ShardingPlan = plan
+            return given
+        earlier = {place.collection.path: place.record.plan for place in self._places if place.record is not None}
+        if len(earlier) == len(self._places):
+            return ShardingPlan(earlier)
+        collections = [place.collection for place in self._places]
+        if planner is None:
+            weights = [weight for place in self._places for weight in place.current.parameters()]
+            memory = memory_for_tables(self.root, weights, self.device, group)
+            planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
+        # the default group, because ``group`` would have to connect gloo for this one broadcast
+        whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
+        made: ShardingPlan = planner.collective_plan(self.root, [collection.sharder for collection in collections], whole)
+        return made
 
     def _shard_collection(
         self,
-        collection: Collection,
-        blueprint: Any,
+        place: _Place,
         plan: ShardingPlan,
         optimizers: Mapping[str, TableOptimizer],
         env: ShardingEnv,
         placement: Placement,
     ) -> Any:
+        collection, blueprint = place.collection, place.current
         tables: Any = plan.plan.get(collection.path)
         if tables is None or any(table.name not in tables for table in collection.tables):
             raise ValueError(
                 f"the sharding plan has no entry for collection {collection.path!r} with tables "
-                f"{[table.name for table in collection.tables]}, only for {sorted(plan.plan)}: add it, or leave out plan="
+                f"{[table.name for table in collection.tables]}, only for {sorted(plan.plan)}. Add it, or remove plan=."
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         tables = padded_plan(collection, tables)
@@ -227,11 +234,11 @@ class TableSharding:
         for table in collection.tables:
             (weight,) = (each for name, each in planned.items() if f".{name}".endswith(f".{table.name}.weight"))
             weight.requires_grad_(self.parameters[table.key].requires_grad)
-            # a kernel updates rows one by one, as the overlap engine needs it, if they are of one width, padding left out
+            # the overlap engine updates single rows of a kernel, so all rows of a kernel must have one width without padding
             width = min(table.dim, tables[table.name].sharding_spec.shards[0].shard_sizes[1])
             _attach_optimizer(weight, chosen[table.key], f"{width}" if self._overlap else "")
-        # TorchRec's sharder, and no DistributedModelParallel: the strategy's model stays a DDP, as Lightning expects and with
-        # the user's options, and a collection can be sharded anew for a second fit
+        # use TorchRec's sharder instead of DistributedModelParallel, because the strategy's model must be a DDP with the user's
+        # options, and a second fit must be able to shard a collection again
         module: Any = collection.sharder.shard(blueprint, tables, env, self.device)
         if collection.managed:
             patch_sharded(module)
@@ -256,7 +263,7 @@ class TableSharding:
 
 @contextmanager
 def _ranks_per_node(count: int) -> Iterator[None]:
-    """Set meanwhile the variable by which TorchRec groups the ranks of a node: Lightning's launcher does not set it."""
+    # TorchRec groups the ranks of a node by this variable, which Lightning's launcher does not set
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = f"{count}"
     try:
@@ -269,8 +276,8 @@ def _ranks_per_node(count: int) -> Iterator[None]:
 
 
 def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "") -> None:
-    # TorchRec reads these two attributes. A kernel has one learning rate, and is frozen as a whole, so tables of different
-    # parameter groups must not share one: _batch_key, which TorchRec strips, keeps them apart
+    # TorchRec reads these two attributes. A kernel has one learning rate and is frozen as a whole, so tables of different
+    # parameter groups must not share a kernel. TorchRec separates tables by _batch_key and removes it afterwards
     fused = FROZEN if optimizer.sparse_adam else optimizer
     own = sorted(optimizer.arguments.items()) if optimizer.sparse_adam else ""
     weight._optimizer_classes = [fused.fused_class]
@@ -279,7 +286,7 @@ def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "
 
 
 def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str, nn.Parameter]) -> None:
-    # TorchRec's parameters are views, whose requires_grad cannot be set; leaves over the same memory take it
+    # TorchRec's parameters are views, so their requires_grad cannot be set. Replace them by leaves with the same memory
     for table in collection.tables:
         path, _, name = table.key.removeprefix(f"{collection.path}.").rpartition(".")
         held = module.get_submodule(path)._parameters
@@ -288,32 +295,31 @@ def _register_leaves(collection: Collection, module: Any, blueprint: Mapping[str
         leaf._in_backward_optimizers = view._in_backward_optimizers  # type: ignore[attr-defined]
         leaf.register_post_accumulate_grad_hook(partial(_refuse_gradient, table.key, "this rank's part of the weight"))
         leaf.freescale_catalogue = partial(refuse_whole_use, table.key)  # type: ignore[attr-defined]
-        leaf.requires_grad_(blueprint[table.key].requires_grad)  # torch takes the hook only from one that requires grad
+        leaf.requires_grad_(blueprint[table.key].requires_grad)  # after the hook, which needs requires_grad
         held[name] = leaf
 
 
 def _as_attribute(module: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
-    # TorchRec's first forward registers the order of features as a buffer, which a callback that averages buffers would change
+    # TorchRec's first forward registers the order of features as a buffer. A callback that averages buffers would change it
     object.__setattr__(module, name, tensor)
 
 
 def _refuse_copy(collection: Collection, protocol: Any) -> None:
-    # copy.deepcopy and pickle ask for this
     table = collection.tables[0].key.removesuffix(".weight")
     raise TypeError(
-        f"{collection.path!r} is sharded over the ranks and cannot be copied, by copy.deepcopy, by AveragedModel of "
-        "torch.optim.swa_utils or by pickle. To average weights, use the callback EMAWeightAveraging or WeightAveraging of "
-        f"Lightning's Trainer; for a copy of a whole table, strategy.full_weight({table!r}) on every rank"
+        f"{collection.path!r} is sharded over the ranks and cannot be copied with copy.deepcopy, "
+        "torch.optim.swa_utils.AveragedModel or pickle. To average weights, use Lightning's callback EMAWeightAveraging or "
+        f"WeightAveraging. To copy a whole table, call strategy.full_weight({table!r}) on every rank."
     )
 
 
 def _refuse_gradient(key: str, what: str, weight: Tensor) -> None:
     weight.grad = None
     raise ValueError(
-        f"the loss depends on {what} of the sharded table {key!r} itself, not on rows that were looked up, and its gradient "
-        "would be lost. Leave the table out of the term (an L2 norm over self.parameters(), say) and regularize the rows that "
-        "the step looks up, or set weight_decay= where the optimizer takes it; trainer.strategy.full_weight reads a copy of "
-        "the whole table; an nn.Embedding can be left out of shard="
+        f"the loss depends on {what} of the sharded table {key!r} itself instead of rows that were looked up. Its gradient "
+        "would be lost. If the loss has a term over all parameters, such as an L2 norm, exclude the table, and regularize the "
+        "rows that the step looks up or set weight_decay= of the optimizer. trainer.strategy.full_weight reads a copy of the "
+        "table. An nn.Embedding can be removed from shard=."
     )
 
 
@@ -321,26 +327,26 @@ def _add_sparse_adam_states(collection: Collection, module: Any, chosen: Mapping
     keys = {table.name: table.key for table in collection.tables}
     for kernel in kernels(module):
         if chosen[keys[kernel._config.embedding_tables[0].name]].sparse_adam:
-            # FBGEMM's kernel only holds the rows, the moments are beside it, in the order of its tables
+            # FBGEMM's kernel holds only the rows. This list holds the moments, in the order of the kernel's tables
             kernel.sparse_adam_states = [new_state(weight) for weight in kernel.emb_module.split_embedding_weights()]
 
 
 def _keep_in_graph(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    # what a frozen kernel returns needs no gradient; but another rank may hold tables that do, and its exchange needs this one
+    # the output of a frozen kernel needs no gradient, but the backward exchange with other ranks' tables needs this rank
     return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
 
 def _wait_for_output(module: nn.Module, args: Any, output: Any) -> Any:
-    # TorchRec's lazy result is no dict, and a rank that never looks at it would leave the others waiting. The price, an
-    # exchange that could have run behind the lookup of the next, is paid only by collections that are not overlapped
+    # TorchRec's lazy result is not a dict, and a rank that never reads it would block the others. Only collections that are not
+    # overlapped pay for this: their exchange cannot run during the next lookup
     if isinstance(output, tuple):
         return tuple(part.wait() if hasattr(part, "wait") else part for part in output)
     return output.wait() if hasattr(output, "wait") else output
 
 
 def _order_columns(names: list[str], module: nn.Module, args: Any, output: KeyedTensor) -> KeyedTensor:
-    # TorchRec returns features by table and owner, in another order with other numbers of ranks: a layer over all columns
-    # would read others than it was trained on
+    # TorchRec orders features by table and owner, so the order depends on the number of ranks. A layer over all columns would
+    # read other columns than in training
     if list(output.keys()) == names:
         return output
     found = output.to_dict()

@@ -1,8 +1,8 @@
-"""The sharded tables of a module: the shards that this rank owns, their first values, and the settings of their updates."""
+"""The sharded tables of a module: this rank's shards, their initial values and the settings of their updates."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.comm import ProcessGroupFreeScale
@@ -21,7 +21,7 @@ from lightning_freescale.embeddings.row_order import RowOrder
 
 _ROWS_AT_ONCE = 2**20
 _COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""Optimizers whose updates do not depend on how many there have been."""
+"""The optimizers whose updates do not depend on the number of earlier updates."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,12 @@ class Shard:
     """The part of a table that this rank owns.
 
     Attributes:
+        table: the table.
         weight: view of the live weights, shape ``[rows, columns]`` of the shard.
         state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
-        rows: which rows of the table it holds, by their positions in ``order``.
-        columns: which columns of the table it holds.
-        order: in which the table's rows lie.
+        rows: rows of the table, by their positions in ``order``.
+        columns: columns of the table.
+        order: order of the table's rows.
     """
 
     table: Table
@@ -45,35 +46,35 @@ class Shard:
 
     @property
     def ids(self) -> Tensor:
-        """Return which rows of the table it holds, in the order of ``weight``: int64 of shape ``[rows]``."""
+        """The ids of the rows, in the order of ``weight``: int64 of shape ``[rows]``."""
         return self.order.ids(self.rows.start, self.rows.stop)
 
     def read(self, whole: Tensor, into: Tensor) -> None:
-        """Copy this part of a whole table, or of its state, into ``weight`` or ``state``.
+        """Copy this part of a whole table or state.
 
         Args:
-            whole: shape ``[rows, dim]`` of the table, or ``[rows, 1]`` of a state that has one number per row.
-            into: what takes this part.
+            whole: table of shape ``[rows, dim]``, or row-wise state of shape ``[rows, 1]``.
+            into: destination, ``weight`` or an entry of ``state``.
         """
         self.order.read(whole[(slice(None), *self.place_in(whole.shape)[1:])], self.rows.start, into)
 
     def place_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return which rows, by position, and columns of a table or state of that shape it holds."""
+        """Return the rows, by position, and the columns of this part in a whole table or state of the given shape."""
         return (self.rows,) if shape[1] == 1 else (self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """What TorchRec's sharded module carries as its attribute ``freescale_sharding``, also for the next time it is sharded.
+    """The attribute ``freescale_sharding`` of TorchRec's sharded modules. A later call uses it to shard the module again.
 
     Attributes:
-        collection: what it was made from.
-        plan: TorchRec's plan for its tables.
-        orders: in which the rows of each table lie, by its name.
-        optimizers: how each table is updated, by table key.
-        in_backward: those of ``optimizers`` that the user applied in backward.
-        updates: how many each table's optimizer has done, by table key; of all collections that were sharded together.
-        checks: of its lookups.
+        collection: collection that was sharded.
+        plan: TorchRec's plan for the tables.
+        orders: order of the rows of each table, by table name.
+        optimizers: optimizer of each table, by table key.
+        in_backward: the optimizers that the user has applied in backward.
+        updates: number of updates of each table, by table key, for all collections that were sharded together.
+        checks: checks of the module's lookups.
     """
 
     collection: Collection
@@ -89,11 +90,11 @@ class ShardedTables:
     """All sharded tables of a module.
 
     Attributes:
-        modules: the sharded collections, each with TorchRec's sharded module.
-        tables: their tables.
-        optimizers: how each table is updated, by table key.
+        modules: sharded collections, each with TorchRec's sharded module.
+        tables: tables of the collections.
+        optimizers: optimizer of each table, by table key.
         group: process group of the embedding exchange.
-        device: where the shards live.
+        device: device of the shards.
     """
 
     def __init__(self, modules: Sequence[tuple[Collection, Any]]) -> None:
@@ -104,13 +105,13 @@ class ShardedTables:
         self.device: torch.device = modules[0][1]._device
 
     def message_device(self) -> torch.device:
-        """Return the device whose tensors the group sends: that of the shards, or the host where only gloo could send them."""
+        """Return the device of the group's messages: the device of the shards, or the CPU if the group uses gloo."""
         on_gpu = isinstance(self.group, ProcessGroupFreeScale) and self.group.uses_nccl
         return self.device if on_gpu else torch.device("cpu")
 
     @classmethod
     def from_collections(cls, found: Sequence[tuple[Collection, Any]]) -> ShardedTables | None:
-        """Return the tables of collections that were sharded earlier; None if any is unsharded, or there is none."""
+        """Return the tables of collections that were sharded earlier; None if there are none or one is unsharded."""
         return cls(found) if found and all(hasattr(module, "freescale_sharding") for _, module in found) else None
 
     def shards(self) -> Iterator[Shard]:
@@ -119,7 +120,7 @@ class ShardedTables:
             yield from shards_of(collection, module)
 
     def names_in_module(self) -> list[str]:
-        """Return the names of all parameters and buffers of the module that DDP must leave alone, because they are sharded."""
+        """Return the names of the sharded parameters and buffers of the module, which DDP must ignore."""
         found = [table.key for table in self.tables]
         for collection, module in self.modules:
             if collection.managed:
@@ -128,7 +129,7 @@ class ShardedTables:
         return found
 
     def state_dict_keys(self) -> dict[str, str]:
-        """Return the key of every table by every name it has in the module's state dict, also where it is held again."""
+        """Return the key of every table by each of its names in the module's state dict."""
         found: dict[str, str] = {}
         for collection, _ in self.modules:
             for table in collection.tables:
@@ -140,10 +141,10 @@ class ShardedTables:
         """Return a copy of a whole table, shape ``[rows, dim]``, on every rank. Collective; drain first.
 
         Args:
-            path: its name in the module's state dict, without ``.weight`` if you like.
+            path: name in the module's state dict, with or without ``.weight``.
 
         Raises:
-            ValueError: no sharded table has that name.
+            ValueError: no sharded table has this name.
         """
         keys = self.state_dict_keys()
         key = keys.get(path, keys.get(f"{path}.weight"))
@@ -151,15 +152,15 @@ class ShardedTables:
             known = [name.removesuffix(".weight") for name in keys]
             near = get_close_matches(path, known, n=1)
             raise ValueError(
-                f"full_weight({path!r}): no sharded table has that name, "
-                f"{f'did you mean {near[0]!r}?' if near else f'there are {known}'}"
+                f"full_weight({path!r}): there is no sharded table with this name. "
+                f"{f'Did you mean {near[0]!r}?' if near else f'The sharded tables are {known}.'}"
             )
         (table,) = (table for table in self.tables if table.key == key)
         whole = torch.zeros(table.rows, table.dim, device=self.device)
         for shard in self.shards():
             if shard.table.key == key:
                 shard.order.write(shard.weight, shard.rows.start, whole[:, shard.columns])
-        # every number is on one rank, zeros are on all others: their bits add up to the same bits, also those of -0.0
+        # each value is on one rank, and the others have zeros. The sum of the bits is exact, also for -0.0
         dist.all_reduce(whole.view(torch.int32), group=self.group)
         return whole
 
@@ -167,21 +168,21 @@ class ShardedTables:
         """Return the keys of the tables that the last step has not updated.
 
         Args:
-            backward: whether it had a backward.
-            skip: paths of the collections that other code updates.
+            backward: whether the step had a backward.
+            skip: paths of collections that other code updates.
         """
         idle = [c for c, module in self.modules if not (backward and module.freescale_sharding.checks.lookups)]
         return [table.key for collection in idle if collection.path not in skip for table in collection.tables]
 
     def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
-        """Set what the update of a training step needs, before its forward.
+        """Prepare the update of a training step before its forward.
 
         Args:
-            settings: of each table, by its key.
-            skip: paths of the collections that other code updates.
+            settings: settings of each table, by key.
+            skip: paths of collections that other code updates.
 
         Raises:
-            ValueError: tables that FBGEMM updates together would need different updates.
+            ValueError: tables of one FBGEMM kernel need different updates.
         """
         for collection, module in self.modules:
             if collection.path in skip:
@@ -194,43 +195,44 @@ class ShardedTables:
 
 
 def refuse_whole_use(key: str) -> NoReturn:
-    """Raise because a loss asks for all rows of a sharded table where no engine gives them."""
+    """Raise because a loss over all rows of a sharded table needs the overlap engine."""
     raise ValueError(
-        f"a loss over all rows of the sharded table {key!r}: the overlap engine gives them in the steps of training and "
-        "evaluation, and exchange='torchrec' has none. Compute the loss in a step, pass exchange='flat', or leave an "
-        f"nn.Embedding out of shard=. trainer.strategy.full_weight({key.removesuffix('.weight')!r}) reads a copy of the table"
+        f"a loss over all rows of the sharded table {key!r} needs the overlap engine, which runs only in training and "
+        "evaluation steps and not with exchange='torchrec'. Compute the loss in a step, pass exchange='flat', or remove the "
+        f"nn.Embedding from shard=. To read a copy of the table, call "
+        f"trainer.strategy.full_weight({key.removesuffix('.weight')!r})."
     )
 
 
 def prepare_kernel(module: Any, settings: Mapping[str, UpdateSettings]) -> None:
-    """Give FBGEMM's ``module`` what its next update is computed with; it reads all that in the forward before it.
+    """Set the options of the next update of FBGEMM's ``module``, which reads them in forward.
 
     Args:
         module: FBGEMM's module.
-        settings: of each of its tables, by key.
+        settings: settings of each of its tables, by key.
 
     Raises:
-        ValueError: they differ in what the tables of a module have in common.
+        ValueError: the settings differ, but the kernel has one value for all tables.
     """
     given = next(iter(settings.values()))
     frozen = [key for key, each in settings.items() if each.frozen]
     if frozen and len(frozen) < len(settings):
         raise ValueError(
             f"embedding tables {frozen} are frozen (requires_grad=False) and {sorted(settings.keys() - set(frozen))} are not, "
-            f"but one kernel of FBGEMM updates them together: freeze and unfreeze all of them at once, or put them into "
-            "parameter groups of their own"
+            "but one FBGEMM kernel updates them together. Freeze and unfreeze all of them at once, or put them into separate "
+            "parameter groups."
         )
     if module.optimizer not in _COUNTLESS and len({each.step for each in settings.values()}) > 1:
         raise ValueError(
-            f"embedding tables {list(settings)} have seen {[each.step for each in settings.values()]} updates, because some "
-            "were frozen for a time, but one kernel of FBGEMM updates them together, with one bias correction: put them into "
-            "parameter groups of their own"
+            f"embedding tables {list(settings)} have had {[each.step for each in settings.values()]} updates, because some "
+            "were frozen for some time, but one FBGEMM kernel updates them together, with one bias correction. Put them into "
+            "separate parameter groups."
         )
     if module.placeholder_autograd_tensor.requires_grad == given.frozen:
         module.requires_grad_(not given.frozen)
     module.update_hyper_parameters(given.options)
-    # FBGEMM counts forwards, also those of validation; Adam's bias correction needs the updates, and has them from iter_cpu,
-    # or, where that is 0, from iter
+    # FBGEMM counts forwards, including validation. Adam's bias correction needs the number of updates, which it reads from
+    # iter_cpu or, if that is 0, from iter
     module.iter.fill_(given.step)
     module.iter_cpu.fill_(given.step)
 
@@ -241,28 +243,27 @@ def shards_of(collection: Collection, module: Any) -> Iterator[Shard]:
     for kernel in kernels(module):
         specs = kernel._config.embedding_tables
         states = getattr(kernel, "sparse_adam_states", None) or kernel.emb_module.get_optimizer_state() or [{}] * len(specs)
-        # a GPU's cache is written back, and then emptied because the caller may write the table. Not tested on GPU
+        # write a GPU's cache back and empty it, because the caller may write the table. Not tested on GPU
         kernel.emb_module.flush()
         kernel.emb_module.reset_cache_states()
         for spec, weight, state in zip(specs, kernel.emb_module.split_embedding_weights(), states):
             place, table = spec.local_metadata, tables[spec.name]
             rows = slice(place.shard_offsets[0], place.shard_offsets[0] + place.shard_sizes[0])
             columns = slice(place.shard_offsets[1], min(place.shard_offsets[1] + place.shard_sizes[1], table.dim))
-            width = columns.stop - columns.start  # what follows is padding
+            width = columns.stop - columns.start  # the other columns are padding
             kept = {name: value[..., :width] if value.dim() == 2 else value for name, value in state.items() if value.numel()}
             yield Shard(table, weight[:, :width], kept, rows, columns, module.freescale_sharding.orders[spec.name])
 
 
 def kernels(module: Any) -> Iterator[Any]:
-    """Yield the fused kernels of a sharded collection on this rank, each with some of its tables."""
+    """Yield this rank's fused kernels of a sharded collection."""
     for lookup in module._lookups:
         yield from (kernel for kernel in lookup.modules() if isinstance(kernel, FusedOptimizerModule))
 
 
 @torch.no_grad()
-def follow_first_rank(collection: Collection, original: Any, group: dist.ProcessGroup) -> None:
-    """Give all ranks the first one's unsharded weights where they differ, as DDP does for the dense part. Collective."""
-    weights = collection.parameters(original)
+def follow_first_rank(collection: Collection, weights: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Copy the unsharded ``weights``, by key, from rank 0 if they differ, as DDP does for dense parameters. Collective."""
     for weight in (weights[table.key].data for table in collection.tables):
         if weight.is_meta:
             continue
@@ -274,7 +275,7 @@ def follow_first_rank(collection: Collection, original: Any, group: dist.Process
 
 
 def _digest(weight: Tensor) -> Tensor:
-    """Return two sums over the bits of a table; the second one depends on the order of its rows."""
+    """Return two sums over the bits of a table; the second sum depends on the order of the rows."""
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     for start in range(0, len(weight), _ROWS_AT_ONCE):
         rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)
@@ -283,13 +284,27 @@ def _digest(weight: Tensor) -> Tensor:
 
 
 def fill_shards(
-    shards: Iterable[Shard], collection: Collection, original: Any, optimizers: Mapping[str, TableOptimizer]
+    collection: Collection,
+    module: Any,
+    original: Any,
+    whole: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, TableOptimizer],
 ) -> None:
-    """Set weights and states of a collection's shards to what its first step should find."""
+    """Initialise the weights and states of a collection's shards.
+
+    Args:
+        collection: the collection.
+        module: TorchRec's sharded module.
+        original: the module before the sharding: unsharded, or sharded by an earlier call.
+        whole: the weights of an unsharded ``original``, by table key.
+        optimizers: the optimizer of each table, by key.
+
+    Raises:
+        ValueError: an earlier call has sharded a table by another plan.
+    """
     record = getattr(original, "freescale_sharding", None)
     earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
-    whole = collection.parameters(original) if record is None else {}
-    for shard in shards:
+    for shard in shards_of(collection, module):
         name, key = shard.table.name, shard.table.key
         if "sum" in shard.state:
             shard.state["sum"].fill_(optimizers[key].initial_state)
@@ -297,8 +312,8 @@ def fill_shards(
             source = earlier.get(_position(shard))
             if source is None or source.weight.shape != shard.weight.shape or source.order != shard.order:
                 raise ValueError(
-                    f"table {name!r} is sharded already, by another plan: save a checkpoint and load it into a new module to "
-                    "use this one"
+                    f"table {name!r} is already sharded by another plan. To use the new plan, save a checkpoint and load it "
+                    "into a new module."
                 )
             shard.weight.copy_(source.weight)
             for state, value in shard.state.items() if key in record.in_backward else ():

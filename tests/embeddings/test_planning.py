@@ -97,15 +97,15 @@ def _sharded() -> tuple[dict[int, list[int]], bool]:
     states, shard_collection = gpu_random_states(2), TableSharding._shard_collection
     drawn: list[str] = []
 
-    def draw(self: TableSharding, collection: Any, *args: Any) -> Any:
+    def draw(self: TableSharding, place: Any, *args: Any) -> Any:
         states[0] = states[1] = torch.ones(1, dtype=torch.uint8)
-        drawn.append(collection.path)
+        drawn.append(place.collection.path)
         self.device = torch.device("cpu")  # TorchRec makes its shards here
-        return shard_collection(self, collection, *args)
+        return shard_collection(self, place, *args)
 
     TableSharding._shard_collection = draw
     sharding = TableSharding(Sequences(), torch.device("cpu"))
-    planner = row_wise_planner([collection for collection, *_ in sharding._replaced], torch.device("cpu"), 1, 1)
+    planner = row_wise_planner([place.collection for place in sharding._places], torch.device("cpu"), 1, 1)
     sharding.device = GPU
     sharding.shard(group=dist.group.WORLD, local_world_size=1, plan=planner)
     return {index: state.tolist() for index, state in states.items()}, drawn == ["items", "tags"]
