@@ -1,4 +1,4 @@
-"""Check what is looked up: refuse ids that no row exists for, and tell when a table is looked up twice in a step."""
+"""Check lookups: raise for ids without a row, and warn if a table is looked up twice in a step."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _UNBOUNDED = torch.iinfo(torch.int64).max
 
 
 def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str, int]) -> None:
-    """Check before training that each feature's table has the rows that the data set needs.
+    """Check before training that each feature's table has enough rows for the data set.
 
     Args:
-        collections: the collections of a module; those with managed collisions have a row for any id.
-        needed: number of different ids by feature; features that it misses are not checked.
+        collections: collections of a module. Those with managed collisions are not checked.
+        needed: number of different ids of each feature. Missing features are not checked.
 
     Raises:
-        ValueError: a table is too small; names feature, table and the size it needs.
+        ValueError: a table is too small.
     """
     for table in (table for collection in collections if not collection.managed for table in collection.tables):
         for feature in table.features:
             if needed.get(feature, 0) > table.rows:
                 raise ValueError(
                     f"the data has {needed[feature]} different ids of feature {feature!r}, but table {table.name!r} has "
-                    f"num_embeddings={table.rows}: build it with num_embeddings={needed[feature]} or more"
+                    f"num_embeddings={table.rows}. Use num_embeddings={needed[feature]} or more."
                 )
 
 
 def check_id_ranges(lookups: Iterable[tuple[str, Table, Tensor]]) -> None:
-    """Check that each feature's table has a row for each of its ids; the host waits for the device, once.
+    """Check that tables have a row for each id. The host waits for the device once.
 
     Args:
-        lookups: feature, table, and ids, integers of any shape.
+        lookups: tuples of feature, table and ids, integers of any shape.
 
     Raises:
-        ValueError: an id has no row; names feature, id and table.
+        ValueError: a table has no row for an id.
     """
     given = [lookup for lookup in lookups if lookup[2].numel()]
     if not given:
@@ -52,25 +52,25 @@ def check_id_ranges(lookups: Iterable[tuple[str, Table, Tensor]]) -> None:
         if low < 0 or high >= table.rows:
             outside = ids[(ids < 0) | (ids >= table.rows)]
             raise ValueError(
-                f"feature {feature!r} holds id {outside[0].item()}, but table {table.name!r} has num_embeddings={table.rows}, "
-                f"ids 0 to {table.rows - 1}: remap the ids or enlarge the table"
+                f"feature {feature!r} has id {outside[0].item()}, but table {table.name!r} has num_embeddings={table.rows}, "
+                f"for ids 0 to {table.rows - 1}. Remap the ids or enlarge the table."
             )
 
 
 class LookupChecks:
-    """Checks every lookup of a sharded collection, as its forward pre-hook: its ids, and how many a step makes.
+    """A forward pre-hook of a sharded collection that checks the ids of each lookup and counts the lookups of a step.
 
-    Row-wise sharding would map an id beyond the table to another table's row. On CPU the error names feature, id and table;
-    on a GPU a device-side assertion fires, so that the host need not wait for the device (not tested on GPU).
+    Row-wise sharding would map an id beyond the table to a row of another table. On the CPU the check raises an error. On a GPU
+    a device-side assertion fails, so that the host does not wait for the device (not tested on GPU).
 
-    A second lookup in a step is warned of, once, if a table has a stateful optimizer: each lookup's backward updates the
-    table by itself, where an unsharded module adds the gradients up first. It is not refused, because plain TorchRec does the
-    same, which is what exact means here.
+    The hook warns once about a second lookup in a step if a table has a stateful optimizer. The backward of each lookup updates
+    the table separately, while an unsharded module sums the gradients first. This is allowed, because plain TorchRec does the
+    same.
 
     Attributes:
-        ids: whether ids are checked. Those of managed collisions have a row, whatever they are.
-        lookups: those with gradients in this step.
-        enabled: whether lookups are checked by this; the overlap engine does it itself.
+        ids: whether to check ids; False for managed collisions, which have a row for any id.
+        lookups: number of lookups with gradients in this step.
+        enabled: whether the hook checks lookups; False if the overlap engine checks them.
     """
 
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
@@ -83,11 +83,11 @@ class LookupChecks:
         self._warned = False
 
     def reset_count(self) -> None:
-        """Count lookups from 0 again, at the beginning of a training step."""
+        """Reset the count of lookups at the beginning of a training step."""
         self.lookups = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check a lookup that is about to run, as :meth:`torch.nn.Module.register_forward_pre_hook` calls it."""
+        """Check a lookup before it runs."""
         if not self.enabled:
             return
         if self.ids:
@@ -96,13 +96,13 @@ class LookupChecks:
         if self.lookups > 1 and self._stateful and not self._warned:
             self._warned = True
             warnings.warn(
-                f"collection {self._path!r} is looked up {self.lookups} times in one step: {', '.join(self._stateful)} "
-                "updates its tables once per lookup, as in plain TorchRec, not once per step. Look all features up in one call",
+                f"collection {self._path!r} is looked up {self.lookups} times in one step. {', '.join(self._stateful)} updates "
+                "its tables once per lookup, as in plain TorchRec, and not once per step. Look up all features in one call.",
                 stacklevel=2,
             )
 
     def check_ids(self, features: Any) -> None:
-        """Check the ids of one lookup; features that the collection has no table for are passed over.
+        """Check the ids of one lookup; ignore features without a table in the collection.
 
         Raises:
             ValueError: an id on the CPU has no row.
@@ -116,11 +116,11 @@ class LookupChecks:
         check_id_ranges((feature, self._tables[feature], features[feature].values()) for feature in known)
 
     def in_range(self, features: KeyedJaggedTensor) -> Tensor:
-        """Return whether each id has a row, as booleans of shape ``[ids]``, without a copy from device to host."""
+        """Return whether each id has a row, bool of shape ``[ids]``, without a copy from device to host."""
         keys, values = tuple(features.keys()), features.values()
         if keys not in self._limits:
             rows = [self._tables[key].rows if key in self._tables else _UNBOUNDED for key in keys]
             self._limits[keys] = torch.tensor(rows, device=values.device)
-        per_key = features.lengths().view(len(keys), -1).sum(dim=1)  # splitting the values by feature would need that copy
+        per_key = features.lengths().view(len(keys), -1).sum(dim=1)  # a split of the values by feature would need the copy
         limit = torch.repeat_interleave(self._limits[keys], per_key, output_size=values.numel())
         return (values >= 0) & (values < limit)

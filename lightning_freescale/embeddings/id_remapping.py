@@ -1,4 +1,4 @@
-"""The id remapping of managed-collision collections: this rank's shard of each table's map, and how a whole map is cut."""
+"""The id maps of collections with managed collisions: this rank's shard of each map, and the division of a whole map."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class IdRemappingShard:
     """This rank's shard of the map of one table.
 
     Attributes:
-        table: the table's name.
-        prefixes: what the map's tensors are called before their names in the whole module's state dict, once for each place
-            that holds the collection.
+        table: name of the table.
+        prefixes: prefixes of the map's tensors in the whole module's state dict, one for each path of the collection.
         mc_module: TorchRec's module for the rows of this rank.
-        ends: the first row of every rank, and the number of rows.
-        rank: which of them is this rank's.
+        ends: first row of every rank, followed by the number of rows.
+        rank: index of this rank.
     """
 
     table: str
@@ -44,30 +43,33 @@ class IdRemappingShard:
         return slice(self.ends[self.rank], self.ends[self.rank + 1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint holds of it, by name: live, ``[rows, ...]`` of this rank except for the shared ones."""
+        """Return the live tensors of a checkpoint by name: ``[rows, ...]`` of this rank, or identical on all ranks."""
         return {name: value.detach() for name, value in self.mc_module.state_dict().items()}
 
     def row_tensors(self) -> dict[str, Tensor]:
-        """Return those of :meth:`tensors` that have one entry per row."""
+        """Return the :meth:`tensors` with one entry per row."""
         return {name: value for name, value in self.tensors().items() if name not in _SAME_EVERYWHERE}
 
     @torch.no_grad()
     def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Copy this rank's entries of a whole map; names that are missing are left alone.
+        """Copy this rank's entries of a whole map. Tensors that are missing in ``whole`` do not change.
 
         Raises:
-            ValueError: the map cannot be cut for this number of ranks.
+            ValueError: the map cannot be divided among this number of ranks.
             RuntimeError: the map has another size than the table.
         """
         mine, entries = self.tensors(), self._own_entries(whole)
         for name in whole.keys() & mine.keys():
-            if name == _SEGMENTS:  # those of this run: they say how the map is cut now
+            if name == _SEGMENTS:  # describes the division of the map in this run
                 continue
             source = whole[name]
             if name not in _SAME_EVERYWHERE:
                 source = source[entries.to(source.device)]
             elif name == _BUCKETS and not torch.equal(source, mine[name].to(source.device)):
-                raise ValueError(f"{self}: the checkpoint has {int(source)} buckets, total_num_buckets={int(mine[name])}")
+                raise ValueError(
+                    f"{self}: the checkpoint has {int(source)} buckets, but the module has "
+                    f"total_num_buckets={int(mine[name])}. Use the same number of buckets."
+                )
             mine[name].copy_(source)
         set_input_history(self.mc_module, None)
 
@@ -75,7 +77,7 @@ class IdRemappingShard:
         return f"managed collisions of table {self.table!r} ({self.prefixes[0]})"
 
     def _own_entries(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """Return which entries are this rank's. Those of one rank keep their order, also if sorting has mixed the ranks'."""
+        """Return the indices of this rank's entries, in their order in the whole map."""
         for name in self.row_tensors():
             if name in whole and len(whole[name]) != self.ends[-1]:
                 raise RuntimeError(f"size mismatch for {self}: {name} has {len(whole[name])} rows, not {self.ends[-1]}")
@@ -89,19 +91,19 @@ class IdRemappingShard:
         if not fits or not torch.equal(owners[taken], _ranks_of(ids[taken], self.mc_module, len(sizes))):
             before = int((whole[_SEGMENTS] >= 0).sum()) - 1 if _SEGMENTS in whole else "another number of"
             raise ValueError(
-                f"{self}: its ids were given rows by {before} ranks, and on {len(sizes)} ranks they would be looked for in "
-                f"other rows. Use {before} ranks, or start with new tables"
+                f"{self}: the ids were assigned to rows on {before} ranks. On {len(sizes)} ranks they would be looked up in "
+                f"other rows. Use {before} ranks, or start with new tables."
             )
         return (owners == self.rank).nonzero().flatten()
 
 
 def id_remappings(tables: ShardedTables) -> list[IdRemappingShard]:
-    """Return this rank's shards of the maps of all managed-collision collections, in the same order on every rank."""
+    """Return this rank's shards of all id maps, in the same order on every rank."""
     return [shard for collection, module in tables.modules if collection.managed for shard in _shards(collection, module)]
 
 
 def fill_id_remappings(collection: Collection, module: Any, original: Any) -> None:
-    """Copy the maps of a managed-collision collection from ``original``: the unsharded one, or its earlier shards."""
+    """Copy the id maps of a collection from ``original``, the unsharded module or the module of an earlier sharding."""
     for shard in _shards(collection, module):
         source = mc_modules(original)[shard.table]
         values = {name: value.detach() for name, value in source.state_dict().items()}
@@ -124,7 +126,7 @@ def _shards(collection: Collection, module: Any) -> list[IdRemappingShard]:
 
 
 def _ranks_of(ids: Tensor, mc_module: nn.Module, ranks: int) -> Tensor:
-    """Return to which rank TorchRec sends each id, by the kernel that sends them."""
+    """Return the rank to which TorchRec sends each id, computed with TorchRec's kernel."""
     size, blocks = mc_module.input_size(), mc_module.buckets()  # type: ignore[operator]
     lengths, *_, place = torch.ops.fbgemm.block_bucketize_sparse_features(
         torch.tensor([len(ids)]),

@@ -1,6 +1,6 @@
-"""Collections with managed collisions: which can be sharded, how to build them anew without memory, what they have seen.
+"""Collections with managed collisions: checks, blueprints and input histories.
 
-TorchRec's managed-collision module (MC module) of a table remaps ids to rows, and keeps for it what is called a map here.
+TorchRec's managed-collision module (MC module) of a table has a map from ids to rows, which training changes.
 """
 
 from __future__ import annotations
@@ -26,66 +26,64 @@ _OWNERS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, 
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a module remaps ids by a map that training changes."""
+    """Return whether a module has managed collisions."""
     return isinstance(module, _OWNERS)
 
 
 def refuse_unshardable(path: str, module: Any) -> None:
-    """Check that TorchRec can shard a module for which :func:`is_managed` holds.
+    """Check that TorchRec can shard a module with managed collisions. Replicas of an id map would diverge.
 
     Raises:
-        ValueError: it cannot, and replicas of a map would not stay the same; names the path and the fix.
+        ValueError: TorchRec cannot shard it.
     """
-    because = f"module {path!r} ({type(module).__name__}) maps ids to rows, and its map must be sharded with the table"
+    because = f"module {path!r} ({type(module).__name__}) maps ids to rows. Its map must be sharded with the table, but"
     if type(module) is not ManagedCollisionEmbeddingCollection:
         raise ValueError(
-            f"{because}: strategy 'freescale' shards torchrec's ManagedCollisionEmbeddingCollection only, no subclass and no "
-            "bag. Put the map into one together with its EmbeddingCollection, and pool what it returns"
+            f"{because} strategy 'freescale' supports only torchrec's ManagedCollisionEmbeddingCollection, without subclasses "
+            "and bags. Put the map into such a module together with its EmbeddingCollection, and pool the result."
         )
     inner = module._embedding_module
     if type(inner) is not EmbeddingCollection:
-        raise ValueError(f"{because}: its collection is a {type(inner).__name__}, use a plain torchrec.EmbeddingCollection")
+        raise ValueError(f"{because} its collection is a {type(inner).__name__}. Use a plain torchrec.EmbeddingCollection.")
     seen: dict[str, str] = {}
     for config in inner.embedding_configs():
         mc_module = mc_modules(module)[config.name]
         if type(mc_module) not in _KNOWN:
             raise ValueError(
-                f"{because}: that of table {config.name!r} is a {type(mc_module).__name__}, use one of "
-                f"{[kind.__name__ for kind in _KNOWN]}"
+                f"{because} the map of table {config.name!r} is a {type(mc_module).__name__}. Use one of "
+                f"{[kind.__name__ for kind in _KNOWN]}."
             )
         for feature in config.feature_names:
             if feature in seen:
                 raise ValueError(
-                    f"{because}: feature {feature!r} looks up table {seen[feature]!r} and table {config.name!r}, give it one"
+                    f"{because} feature {feature!r} looks up table {seen[feature]!r} and table {config.name!r}. Use one table "
+                    "per feature."
                 )
             seen[feature] = config.name
 
 
 def refuse_device(path: str, module: Any, device: torch.device, training: bool) -> None:
-    """Check that the maps of a managed-collision collection work on ``device``.
+    """Check that the id maps of a collection work on ``device``.
 
     Raises:
-        ValueError: one does not; names table and fix.
+        ValueError: a map does not work on the device.
     """
     for table, mc_module in mc_modules(module).items() if device.type == "cpu" else ():
         evicts = getattr(mc_module, "_eviction_policy_name", None) is not None
         if isinstance(mc_module, HashZchManagedCollisionModule) and (training or evicts):
             raise ValueError(
                 f"table {table!r} of collection {path!r} uses HashZchManagedCollisionModule, but FBGEMM's "
-                "zero_collision_hash neither adds nor evicts ids on CPU: use a GPU, or MCHManagedCollisionModule"
+                "zero_collision_hash neither adds nor evicts ids on CPU. Use a GPU, or MCHManagedCollisionModule."
             )
 
 
 def mc_modules(module: Any) -> dict[str, Any]:
-    """Return TorchRec's MC module of every table, by the table's name, of a sharded or unsharded collection."""
+    """Return the MC modules of a sharded or unsharded collection, by table name."""
     return dict(module._managed_collision_collection._managed_collision_modules.items())
 
 
 def managed_blueprint(module: Any) -> Callable[..., nn.Module]:
-    """Return a function that builds an unsharded copy with given configs of tables on the meta device.
-
-    It does not keep ``module`` alive.
-    """
+    """Return a function of table configs that builds an unsharded copy on the meta device, without references to ``module``."""
     meta = torch.device("meta")
     inner = module._embedding_module
     empty = {table: _empty_mc_module(mc_module) for table, mc_module in mc_modules(module).items()}
@@ -105,18 +103,18 @@ def managed_blueprint(module: Any) -> Callable[..., nn.Module]:
 
 def patch_sharded(module: Any) -> None:
     """Correct a sharded collection of TorchRec in place."""
-    module._lookups = module._embedding_module._lookups  # where every other sharded collection has them
+    module._lookups = module._embedding_module._lookups  # other sharded collections have this attribute
     for kernel, _ in module._table_to_tbe_and_index.values():
-        # FBGEMM resets the row-wise states of evicted rows on CUDA only, and counts features where TorchRec tells it tables:
-        # of two tables in one kernel, the first with two features, it would reset the first for the second
+        # FBGEMM resets the row-wise states of evicted rows only on CUDA. It also counts features where TorchRec passes tables:
+        # if the first of two tables in a kernel has two features, it would reset the first table instead of the second
         if kernel.optimizer is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             kernel.reset_embedding_weight_momentum = partial(_reset_states, kernel)
 
 
 def get_input_history(mc_module: Any) -> dict[str, Any] | None:
-    """Return the ids that a map has seen since it last let new ones in; None if it keeps none.
+    """Return the ids that a map has seen since it last added ids; None if it does not record them.
 
-    TorchRec leaves them out of the state dict, but a resumed run needs them.
+    A resumed run needs them, but TorchRec does not include them in the state dict.
     """
     if not isinstance(mc_module, MCHManagedCollisionModule) or mc_module._input_history_buffer_size < 0:
         return None
@@ -130,7 +128,7 @@ def get_input_history(mc_module: Any) -> dict[str, Any] | None:
 
 
 def set_input_history(mc_module: Any, history: Mapping[str, Any] | None) -> None:
-    """Put back what :func:`get_input_history` returned; None to forget it, as a new module has."""
+    """Restore a result of :func:`get_input_history`; None resets the history to that of a new module."""
     if not isinstance(mc_module, MCHManagedCollisionModule):
         return
     mc_module._input_history_buffer_size = mc_module._current_iter = mc_module._last_eviction_iter = -1
@@ -153,10 +151,10 @@ def _empty_mc_module(mc_module: Any) -> Any:
     size = mc_module.output_size()
     copy = mc_module.rebuild_with_output_id_range((0, size), [0, size], torch.device("meta"))
     if isinstance(copy, MCHManagedCollisionModule):
-        copy._buckets = 0  # sharding makes one per rank, whatever there was; the planner must find no remainder
+        copy._buckets = 0  # sharding creates one per rank. The planner requires a number without remainder
     return copy
 
 
 def _reset_states(kernel: Any, pruned_indices: Tensor, logical_table_ids: Tensor, **rest: Any) -> None:
-    """Reset the state alone: TorchRec draws the rows' weights itself, after this."""
+    # TorchRec draws the weights of the rows itself afterwards
     kernel.get_optimizer_state()[int(logical_table_ids[0])]["sum"][pruned_indices] = 0

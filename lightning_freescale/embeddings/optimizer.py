@@ -1,4 +1,4 @@
-"""The optimizer of a sharded table, derived from the user's optimizer, whose parameter groups continue to set its options."""
+"""The optimizer of a sharded table, derived from a parameter group of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-# what a table may not ask for, because FBGEMM's fused update cannot do it: {argument: value it must have}
+# values that an option must have, because FBGEMM's fused update supports no others
 _PLAIN = {"weight_decay": 0, "maximize": False}
 _DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.SGD: {**_PLAIN, "momentum": 0},
@@ -22,21 +22,21 @@ _DEMANDS: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.Adam: {**_PLAIN, "amsgrad": False},
     torch.optim.AdamW: {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True},
 }
-# the class TorchRec translates to FBGEMM's fused optimizer; its Adam decays weights the way AdamW does
+# the class that TorchRec translates to FBGEMM's fused optimizer; FBGEMM's Adam decays weights like AdamW
 _FUSED: dict[type[Optimizer], type[Optimizer]] = {torch.optim.AdamW: torch.optim.Adam}
-_SET_BY = {"momentum": "; where a scheduler sets it, OneCycleLR(cycle_momentum=False) does not"}
+_SET_BY = {"momentum": " If OneCycleLR sets it, pass cycle_momentum=False."}
 _NOT_ON_CPU = (torch.optim.Adam, torch.optim.AdamW)
 _ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a table's update in one step is computed with.
+    """The settings of a table's update in one step.
 
     Attributes:
-        step: updates of the table done before it.
-        options: of its parameter group in that step, in FBGEMM's words; those left out stay as they are.
-        frozen: whether there is no update.
+        step: number of earlier updates of the table.
+        options: options of its parameter group, by FBGEMM's names. Missing options do not change.
+        frozen: whether the step does not update the table.
     """
 
     step: int
@@ -45,20 +45,20 @@ class UpdateSettings:
 
     @property
     def clipped(self) -> bool:
-        """Whether clipping takes the table in: torch clips what a parameter group holds and has a gradient."""
+        """Whether gradient clipping includes the table. torch clips parameters of parameter groups that have a gradient."""
         return bool(self.options) and not self.frozen
 
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """How one table is updated during backward.
+    """The optimizer that updates one table during backward.
 
     Attributes:
         fused_class: optimizer class that TorchRec translates for FBGEMM.
-        arguments: its arguments, in FBGEMM's words.
-        group: which of the user's parameter groups holds the table and sets its options; None if none does.
-        initial_state: value the accumulated squares start from.
-        sparse_adam: whether the overlap engine updates the table by :func:`update_rows`, because FBGEMM cannot.
+        arguments: its arguments, by FBGEMM's names.
+        group: index of the user's parameter group that contains the table and sets its options; None if there is none.
+        initial_state: initial value of accumulated squares.
+        sparse_adam: whether the overlap engine updates the table with :func:`update_rows`, because FBGEMM cannot.
     """
 
     fused_class: type[Optimizer]
@@ -69,79 +69,84 @@ class TableOptimizer:
 
     @property
     def state_from_start(self) -> bool:
-        """Whether torch's optimizer has the state of a table that it has never updated."""
+        """Whether torch's optimizer creates its states before the first update."""
         return self.fused_class in (torch.optim.Adagrad, RowWiseAdagrad)
 
     @property
     def moves_without_gradient(self) -> bool:
-        """Whether an update by a gradient of zero changes a row or its state."""
+        """Whether an update with a zero gradient changes a row or its state."""
         return self.fused_class not in (torch.optim.SGD, torch.optim.Adagrad, RowWiseAdagrad)
 
     @classmethod
     def from_applied_in_backward(
         cls, weight: Any, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer | None:
-        """Return the optimizer that TorchRec's ``apply_optimizer_in_backward`` has put on an unsharded ``weight``, if any.
+        """Return the optimizer that TorchRec's ``apply_optimizer_in_backward`` has set for an unsharded ``weight``, if any.
 
         Raises:
-            ValueError: there are several, or FBGEMM has none that does the same on ``device``.
+            ValueError: the weight has several optimizers, or FBGEMM does not support the optimizer on ``device``.
         """
         if not hasattr(weight, "_optimizer_classes"):
             return None
         classes, arguments = weight._optimizer_classes, dict(weight._optimizer_kwargs[0])
         names = [kind.__name__ for kind in classes]
         if len(classes) != 1:
-            raise ValueError(f"table {table!r} has several optimizers applied in backward, {names}: apply one")
-        told = f"{names[0]}, applied in backward to table {table!r}"
+            raise ValueError(f"table {table!r} has several optimizers applied in backward, {names}. Apply only one.")
+        applied = f"{names[0]} is applied in backward to table {table!r}"
         try:
             kind = optimizer_type_to_emb_opt_type(classes[0])
         except ValueError as error:
-            raise ValueError(f"{told}, has no fused form in FBGEMM: {error}") from error
+            raise ValueError(f"{applied}, but FBGEMM has no fused version of it: {error}") from error
         if device.type == "cpu" and sparse_adam and classes[0] in _NOT_ON_CPU:
             for name in ("amsgrad", "maximize"):
                 if arguments.get(name):
-                    raise ValueError(f"{names[0]}({name}=True), applied in backward to table {table!r}: leave it out on CPU")
+                    raise ValueError(
+                        f"{names[0]}({name}=True) is applied in backward to table {table!r}. {name} is not supported on CPU. "
+                        "Remove it."
+                    )
             if "betas" in arguments:
                 arguments["beta1"], arguments["beta2"] = arguments.pop("betas")
             return cls(classes[0], {"lr": 1e-3, **arguments}, sparse_adam=True)
         if device.type == "cpu" and kind not in _ON_CPU:
-            raise ValueError(f"{told}, is not there in FBGEMM on CPU: apply SGD, Adagrad or RowWiseAdagrad, or train on a GPU")
+            raise ValueError(
+                f"{applied}, but FBGEMM does not support it on CPU. Apply SGD, Adagrad or RowWiseAdagrad, or train on a GPU."
+            )
         return cls(classes[0], arguments)
 
     @classmethod
     def from_parameter_group(
         cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer:
-        """Return the fused optimizer that does what ``optimizer`` does for a table of its parameter group ``group``.
+        """Return the fused optimizer that is equivalent to ``optimizer`` for a table of its parameter group ``group``.
 
         Raises:
-            ValueError: no fused optimizer does the same; the message names the table, the setting and the fix.
+            ValueError: no fused optimizer is equivalent.
         """
         kind = type(optimizer)
         if kind not in _DEMANDS:
             raise ValueError(
-                f"{kind.__name__} holds the embedding table {table!r}, and no fused optimizer does what it does. Use SGD, "
-                "Adagrad, RowWiseAdagrad, Adam or AdamW for the table's parameters, or give the table an optimizer of its own "
-                "with torchrec.optim.apply_optimizer_in_backward"
+                f"{kind.__name__} contains the embedding table {table!r}, but no fused optimizer is equivalent. Use SGD, "
+                "Adagrad, RowWiseAdagrad, Adam or AdamW for the table, or apply another optimizer to it with "
+                "torchrec.optim.apply_optimizer_in_backward."
             )
         for name, value, demanded in unsupported_options(optimizer, group):
             raise ValueError(
-                f"{kind.__name__}({name}={value!r}) holds the embedding table {table!r}, which is updated row by row during "
-                f"backward: put the table into a parameter group with {name}={demanded!r}{_SET_BY.get(name, '')}"
+                f"{kind.__name__}({name}={value!r}) contains the embedding table {table!r}, but the fused update of tables "
+                f"does not support it. Put the table into a parameter group with {name}={demanded!r}.{_SET_BY.get(name, '')}"
             )
         without_fused = device.type == "cpu" and kind in _NOT_ON_CPU
         if without_fused and not sparse_adam:
             raise ValueError(
-                f"{kind.__name__} holds the embedding table {table!r}, but FBGEMM has no Adam on CPU, and only a collection "
-                "whose exchange is overlapped (FreeScaleStrategy(overlap=True)) does without. Put the table's parameters into "
-                "SGD, Adagrad or RowWiseAdagrad (torchrec.optim.RowWiseAdagrad), or train on a GPU"
+                f"{kind.__name__} contains the embedding table {table!r}, but FBGEMM does not support Adam on CPU. Use an "
+                "overlapped exchange (FreeScaleStrategy(overlap=True)), which has its own Adam, use SGD, Adagrad or "
+                "torchrec.optim.RowWiseAdagrad for the table, or train on a GPU."
             )
-        initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores a parameter group's own
+        initial = optimizer.defaults.get("initial_accumulator_value", 0.0)  # torch ignores the value of a parameter group
         return cls(_FUSED.get(kind, kind), followed_options(optimizer, group), group, initial, without_fused)
 
 
 def followed_options(optimizer: Optimizer, group: int) -> dict[str, float]:
-    """Return the options that a parameter group has now and that the updates of its tables follow, in FBGEMM's words."""
+    """Return the current options of a parameter group that its tables use, by FBGEMM's names."""
     settings = optimizer.param_groups[group]
     options = {"lr": float(settings["lr"])}
     if "eps" in settings:
@@ -153,7 +158,7 @@ def followed_options(optimizer: Optimizer, group: int) -> dict[str, float]:
 
 
 def unsupported_options(optimizer: Optimizer, group: int) -> list[tuple[str, Any, Any]]:
-    """Return the options of a parameter group that updates of tables cannot follow: name, value, and what it must be."""
+    """Return the options of a parameter group that tables do not support, as tuples of name, value and required value."""
     settings, demands = optimizer.param_groups[group], _DEMANDS[type(optimizer)]
     given = [(name, settings.get(name, demanded), demanded) for name, demanded in demands.items()]
     return [(name, value, demanded) for name, value, demanded in given if value != demanded]
@@ -163,7 +168,7 @@ FROZEN = TableOptimizer(torch.optim.SGD, {"lr": 0.0})
 
 
 def new_state(weight: Tensor) -> dict[str, Tensor]:
-    """The state of a shard that has not been updated, by torch's names; each of the shard's shape."""
+    """Return the initial state of Adam for a shard, by torch's names; each tensor has the shape of ``weight``."""
     return {name: torch.zeros(weight.shape, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
 
 
@@ -176,21 +181,21 @@ def update_rows(
     arguments: Mapping[str, Any],
     step: int,
 ) -> None:
-    """One step of Adam for some rows, in place; the others keep their moments, as in FBGEMM and in torch's SparseAdam.
+    """Make one step of Adam for some rows, in place. Other rows keep their moments, as in FBGEMM and torch's SparseAdam.
 
-    The formula is that of Kingma and Ba (arXiv 1412.6980) with decoupled weight decay (arXiv 1711.05101), ``eps`` beside the
-    corrected root as in FBGEMM and ``torch.optim.Adam``.
+    Source: Kingma and Ba (arXiv 1412.6980), with decoupled weight decay (arXiv 1711.05101). ``eps`` is added to the corrected
+    root, as in FBGEMM and ``torch.optim.Adam``.
 
     Args:
         weight: shape ``[all rows, dim]``.
-        state: what :func:`new_state` returned.
-        rows: shape ``[rows]``, each row once.
+        state: a result of :func:`new_state`.
+        rows: distinct rows, shape ``[rows]``.
         gradients: shape ``[rows, dim]``.
         arguments: ``lr``, ``beta1``, ``beta2``, ``eps``, ``weight_decay``.
-        step: updates done before this one.
+        step: number of earlier updates.
     """
     beta1, beta2 = arguments.get("beta1", 0.9), arguments.get("beta2", 0.999)
-    weight = weight.data  # torch counts writes to find those that are not ours; data is outside of the count
+    weight = weight.data  # torch's count of writes must contain only the user's writes; it does not count writes to data
     first = state["exp_avg"][rows].lerp_(gradients, 1 - beta1)
     second = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
     state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second

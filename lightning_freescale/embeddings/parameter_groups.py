@@ -1,4 +1,4 @@
-"""The user's optimizer over tables that backward updates: who drives which table, and with what options."""
+"""The parameter groups of the user's optimizer as the source of the options of tables that backward updates."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_freescale.embeddings.sharding import TableSharding
 
 
 class ParameterGroups:
-    """The parameter groups of the user's optimizer, which of them drives which table, and how many updates are done.
+    """The parameter groups of the user's optimizer, and the optimizers and update counts of the tables.
 
-    The tables are updated during backward, so creating this takes them out of the optimizer; but its parameter groups go on
-    setting their options, and checkpoints list its parameters as the user gave them.
+    Tables are updated during backward, so the constructor removes them from the optimizer. Its parameter groups continue to
+    set the options of the tables. Checkpoints list all parameters in the user's order.
 
     Args:
-        optimizer: built over the unsharded parameters; its tables are removed.
-        sharding: what stands in for the tables; optimizers that the user has applied in backward stay.
+        optimizer: optimizer over the unsharded parameters; its tables are removed.
+        sharding: sharding of the tables. Optimizers that the user has applied in backward do not change.
 
     Attributes:
-        optimizers: how each table is updated while it is not frozen, by table key; tables without an optimizer are missing.
-        in_backward: keys of the tables that keep an optimizer of their own.
-        step: optimizer steps done so far.
-        updates: how many each table's optimizer has done, by table key.
+        optimizers: optimizer of each table while it is not frozen, by table key. Tables without an optimizer are missing.
+        in_backward: keys of the tables with an optimizer applied in backward.
+        step: number of optimizer steps so far.
+        updates: number of updates of each table, by table key.
 
     Raises:
-        ValueError: no fused optimizer does what the user's does.
+        ValueError: no fused optimizer is equivalent to the user's optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, sharding: TableSharding) -> None:
@@ -43,7 +43,7 @@ class ParameterGroups:
         self.optimizers = dict(sharding.in_backward)
         self._optimizer = optimizer
         self._device, self._sparse_adam = sharding.device, sharding.sparse_adam
-        self._stuck: dict[str, str] = {}  # why a frozen table cannot be unfrozen
+        self._stuck: dict[str, str] = {}  # the reason why a frozen table cannot be unfrozen
         self._frozen: set[str] = set()
         self._window_open = False
         self._layout = [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
@@ -62,45 +62,48 @@ class ParameterGroups:
 
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
-        """This rank's weights of every table that has been sharded, by table key; the user freezes tables by them."""
+        """This rank's weights of all sharded tables, by table key. The user sets their ``requires_grad``."""
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
         return {key: parameters[key] for key in self.updates}
 
     def layout(self) -> list[list[str]]:
-        """Return the parameter names of every group as the user gave them, tables included.
+        """Return the parameter names of every group in the user's order, including tables.
 
-        After them come the groups that a callback has added since, such as Lightning's finetuning callbacks.
+        The last groups are those that callbacks have added, such as Lightning's finetuning callbacks.
 
         Raises:
-            ValueError: a group has gained or lost parameters.
+            ValueError: parameters were added to or removed from a group.
         """
         self._adopt_new_groups()
         for index, (names, group) in enumerate(zip(self._layout, self._optimizer.param_groups)):
             dense = sum(name not in self.tables for name in names)
             if dense != len(group["params"]):
                 raise ValueError(
-                    f"parameter group {index} of {type(self._optimizer).__name__} had {dense} dense parameters when training "
-                    f"began and has {len(group['params'])} now: add parameters as a new group"
+                    f"parameter group {index} of {type(self._optimizer).__name__} had {dense} dense parameters at the start of "
+                    f"training and has {len(group['params'])} now. Add parameters as a new group instead."
                 )
         return self._layout
 
     def settings(self) -> dict[str, UpdateSettings]:
-        """Return what the next step updates each table with, by table key: what schedulers and callbacks have set by now.
+        """Return the settings of the next update of each table, by table key, with the current options of the groups.
 
         Raises:
-            ValueError: an option was changed that updates of tables cannot follow, or a table unfrozen that cannot be
-                updated, or frozen or unfrozen before the gradients of earlier batches have been applied.
+            ValueError: an option has a value that tables do not support, a table was unfrozen that cannot be updated, or a
+                table was frozen or unfrozen while gradients are accumulated.
         """
         self._adopt_new_groups()
         frozen_now = {key for key, weight in self.weights.items() if not weight.requires_grad}
         if self._window_open and frozen_now != self._frozen:
             raise ValueError(
                 f"embedding tables {sorted(frozen_now ^ self._frozen)} were frozen or unfrozen (requires_grad) while gradients "
-                "are accumulated: do it before the first batch after an optimizer step"
+                "are accumulated. Do this before the first batch after an optimizer step."
             )
         self._frozen, self._window_open = frozen_now, True
         for key in sorted(self._stuck.keys() - frozen_now):
-            raise ValueError(f"requires_grad of the embedding table {key!r} was set during training, but {self._stuck[key]}")
+            raise ValueError(
+                f"requires_grad of the embedding table {key!r} was set during training, but it must stay frozen. "
+                f"{self._stuck[key]}"
+            )
         moving = self.optimizers.keys() - self._frozen
         options: dict[int | None, dict[str, float]] = {None: {}}
         shared: dict[tuple[int | None, int, bool], UpdateSettings] = {}
@@ -115,7 +118,10 @@ class ParameterGroups:
         return found
 
     def refuse_late_changes(self, used: Mapping[str, UpdateSettings]) -> None:
-        """Refuse options that have changed since the tables' gradients of the step were sent with those ``used``, by table key.
+        """Check that the options have not changed since backward.
+
+        Args:
+            used: the settings in backward, by table key.
 
         Raises:
             ValueError: the optimizer step would use other options for the dense parameters.
@@ -130,42 +136,42 @@ class ParameterGroups:
             if now[group] != settings.options:
                 raise ValueError(
                     f"options of parameter group {group} were changed after backward from {dict(settings.options)} to "
-                    f"{now[group]}: the embedding table {key!r} has been updated with the former. Change them before backward"
+                    f"{now[group]}, but backward has already updated the embedding table {key!r}. Change them before backward."
                 )
 
     def count_step(self, idle: Iterable[str] = ()) -> None:
-        """Note that an optimizer step has been done, in which the tables ``idle``, by key, had no gradient."""
+        """Count an optimizer step, in which the tables with the keys ``idle`` had no gradient."""
         self.step, self._window_open = self.step + 1, False
         for key in self.optimizers.keys() - self._frozen - set(idle):
             self.updates[key] += 1
 
     def uncount(self, idle_steps: Mapping[str, int]) -> None:
-        """Take back, by table key, steps that were counted and in which a table had no gradient."""
+        """Subtract steps without a gradient from the counts, by table key."""
         for key, count in idle_steps.items():
             if key in self.updates:
                 self.updates[key] -= count
 
     def has_state(self, table: str) -> bool:
-        """Return whether torch's optimizer would have a state of a table by now, if it has any."""
+        """Return whether torch's optimizer would already have created the state of a table, if it has one."""
         how = self.optimizers.get(table)
         return how is not None and (how.state_from_start or self.updates[table] > 0)
 
     def _options(self, group: int, table: str) -> dict[str, float]:
         for name, value, demanded in unsupported_options(self._optimizer, group):
             raise ValueError(
-                f"parameter group {group} of {type(self._optimizer).__name__} holds the embedding table {table!r}, and its "
-                f"{name} was changed from {demanded!r} to {value!r} during training, which updates of tables cannot follow: "
-                f"leave it at {demanded!r}, or put the tables into a parameter group of their own"
+                f"parameter group {group} of {type(self._optimizer).__name__} contains the embedding table {table!r}, and its "
+                f"{name} was changed from {demanded!r} to {value!r} during training. Tables do not support this value. Keep "
+                f"{demanded!r}, or put the tables into a separate parameter group."
             )
         return followed_options(self._optimizer, group)
 
     def _adopt_new_groups(self) -> None:
-        """Take tables out of the groups that a callback has added since, as out of the first ones."""
+        """Remove tables from groups that a callback has added, as from the first groups."""
         groups = self._optimizer.param_groups
         while len(groups) > len(self._layout):
             index, key_of = len(self._layout), {weight: key for key, weight in self.weights.items()}
             given, held = groups[index]["params"], {name for names in self._layout for name in names}
-            # a table that an earlier group holds stays there, as in an unsharded optimizer
+            # a table stays in an earlier group that contains it, as in an unsharded optimizer
             names = [key_of.get(p, "") for p in given if key_of.get(p) not in held]
             if given and not names:
                 del groups[index]
@@ -183,8 +189,8 @@ class ParameterGroups:
         derived = self._derived(group, key)
         if derived.fused_class is not torch.optim.SGD:
             raise ValueError(
-                f"parameter group {group} was added to {type(self._optimizer).__name__} during training and holds the "
-                f"embedding table {key!r}, whose shards have no room for that optimizer's state: list the table in "
-                "configure_optimizers from the start; as long as its requires_grad is False, it stays as it is"
+                f"parameter group {group} was added to {type(self._optimizer).__name__} during training and contains the "
+                f"embedding table {key!r}, but its shards have no memory for the optimizer's state. Include the table in "
+                "configure_optimizers from the start. It does not change while its requires_grad is False."
             )
         return derived

@@ -1,52 +1,62 @@
-"""Plan the parts of tables that each rank holds, and check plans."""
+"""Plan the parts of tables that each rank holds, check plans, and place the rows of row-wise tables on ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
+from lightning_freescale.embeddings.row_order import RowOrder
+from lightning_freescale.embeddings.shards import shards_of
+
+Placement: TypeAlias = Literal["hash", "blocks"]
 
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
 def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Return the bytes of a GPU that dense part and its optimizer leave free, the least of all ranks. Collective.
+    """Return the GPU memory in bytes that the dense part and its optimizer leave free, the minimum of all ranks. Collective.
 
-    TorchRec's planner takes 32 GB for granted otherwise. None on the CPU.
+    Without this value TorchRec's planner assumes 32 GB.
 
     Args:
-        root: the module that is trained.
-        tables: those of its parameters that are sharded.
-        device: of this rank.
-        group: of all ranks.
+        root: module to train.
+        tables: parameters of the module that are sharded.
+        device: device of this rank.
+        group: process group of all ranks.
+
+    Returns:
+        The number of bytes; None on the CPU.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: no memory is left.
     """
     if device.type != "cuda":
         return None
     sharded = set(map(id, tables))
     dense = sum(p.nbytes for p in root.parameters() if id(p) not in sharded)
     buffers = sum(buffer.nbytes for buffer in root.buffers())
-    # each with a gradient, its place in a bucket of DDP, and two states of Adam
+    # each parameter has a gradient, a place in a DDP bucket and two states of Adam
     free = torch.cuda.get_device_properties(device).total_memory - 5 * dense - buffers
     least = torch.tensor(free, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     if least <= 0:
         raise ValueError(
             f"a dense part of {dense / 2**30:.1f} GiB, with gradients and optimizer states, leaves no memory for embedding "
-            "tables on the smallest GPU: pass FreeScaleStrategy(plan=...), a plan or a planner that knows their memory"
+            "tables on the smallest GPU. Pass a plan, or a planner that knows the memory, as FreeScaleStrategy(plan=...)."
         )
     return int(least)
 
@@ -58,20 +68,20 @@ def row_wise_planner(
     local_world_size: int,
     memory: int | None = None,
 ) -> EmbeddingShardingPlanner:
-    """Return TorchRec's planner, held to row-wise sharding with the optimizer fused into backward.
+    """Return TorchRec's planner, restricted to row-wise sharding with the optimizer fused into backward.
 
-    EmbeddingBagCollections may be sharded table-wise as well: on CPU, TorchRec plans nothing else for them. Tables too small
-    to give every rank a row are sharded table-wise.
+    EmbeddingBagCollections may also be sharded table-wise, because TorchRec supports only this on the CPU. Tables with too few
+    rows for all ranks are sharded table-wise.
 
     Args:
-        collections: whose tables are planned.
-        device: the kind of device.
-        world_size: ranks.
-        local_world_size: ranks per node.
-        memory: bytes of a GPU that tables may take, less 15 % for activations; TorchRec's default if not given.
+        collections: collections to plan.
+        device: device of the tables.
+        world_size: number of ranks.
+        local_world_size: number of ranks per node.
+        memory: GPU memory for tables in bytes, including 15 % for activations; None for TorchRec's default.
 
     Raises:
-        ValueError: a table with managed collisions, which TorchRec shards row-wise only, is too small for that.
+        ValueError: a table with managed collisions has too few rows. TorchRec shards such tables only row-wise.
     """
     constraints = {
         table.name: ParameterConstraints(sharding_types=_types(table, collection, world_size), compute_kernels=["fused"])
@@ -82,43 +92,44 @@ def row_wise_planner(
         TrainerConfig(world_size=world_size, local_world_size=local_world_size, hbm_cap_bytes=memory),
         kernel_config=KernelConfig(compute_device=device.type),
     )
-    # 15 % is TorchRec's own default share; its default estimate of the dense part warns that it is unreliable
+    # 15 % is TorchRec's default share. TorchRec warns that its default estimate of the dense part is unreliable
     return EmbeddingShardingPlanner(
         topology=topology, constraints=constraints, storage_reservation=FixedPercentageStorageReservation(0.15)
     )
 
 
 def check_tables(collection: Collection, overlap: bool) -> None:
-    """Check that TorchRec's kernels can hold the tables of a collection and update them as the unsharded module's.
+    """Check that TorchRec's kernels can hold a collection's tables and update them like the unsharded module.
 
     Args:
-        collection: unsharded.
-        overlap: whether the overlap engine will run, which pads widths and follows the unsharded module.
+        collection: an unsharded collection.
+        overlap: whether the overlap engine will run. It pads widths and computes like the unsharded module.
 
     Raises:
-        ValueError: names the table and the fix.
+        ValueError: a table is not supported.
     """
     for table in collection.tables:
         of_collection = f"table {table.name!r} of embedding collection {collection.path!r}"
         if table.data_type != DataType.FP32:
             raise ValueError(
-                f"{of_collection} has data_type={table.data_type.name}: FBGEMM keeps its optimizer state in float32 and rounds "
-                "otherwise than torch, so it would not be trained as unsharded. Use DataType.FP32"
+                f"{of_collection} has data_type={table.data_type.name}. FBGEMM keeps the optimizer state in float32 and rounds "
+                "differently than torch, so the result would differ from the unsharded table. Use DataType.FP32."
             )
         if table.dim != table.kernel_dim and (collection.managed or not (overlap or collection.embedding)):
             where = "managed collisions" if collection.managed else 'exchange="torchrec"'
             raise ValueError(
-                f"{of_collection} has embedding_dim={table.dim}, but FBGEMM's tables need a multiple of 4, and tables are not "
-                f"padded with {where}: use embedding_dim={table.kernel_dim}"
+                f"{of_collection} has embedding_dim={table.dim}. FBGEMM's tables need a multiple of 4, and tables are not "
+                f"padded with {where}. Use embedding_dim={table.kernel_dim}."
             )
         if collection.weighted and table.mean and overlap:
             raise ValueError(
-                f"{of_collection} pools weighted rows by the mean, which the unsharded module refuses: pool by the sum"
+                f"{of_collection} pools weighted rows by the mean, which the unsharded module does not support. Use "
+                "PoolingType.SUM to pool by the sum."
             )
 
 
 def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan for the tables of a collection with the width of their kernels; split columns stay as they are."""
+    """Return a plan with the kernels' widths; shards with a part of the columns do not change."""
     padded = {}
     for table in collection.tables:
         padded[table.name] = each = copy.deepcopy(plan[table.name])
@@ -129,10 +140,10 @@ def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, An
 
 
 def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:
-    """Check that a plan can be trained and checkpointed as if the tables were unsharded.
+    """Check that tables that are sharded by a plan can be trained and saved like unsharded tables.
 
     Raises:
-        ValueError: names the table, what the plan says of it, and the fix.
+        ValueError: the plan of a table is not supported.
     """
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
@@ -141,43 +152,127 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
         both = f"{given} sharding_type={kind!r} and compute_kernel={kernel!r}"
         if collection.managed and kind != "row_wise":
             raise ValueError(
-                f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions row-wise only: use "
-                "row_wise"
+                f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions only row-wise. Use "
+                "row_wise."
             )
         if collection.managed and kernel == "fused_uvm_caching":
             raise ValueError(
-                f'{given} compute_kernel={kernel!r}, whose cache would keep the rows of evicted ids: use "fused" or "fused_uvm"'
+                f"{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. "
+                'Use "fused" or "fused_uvm".'
             )
         if kernel not in _FUSED or kind == "data_parallel":
             raise ValueError(
-                f'{both}: tables are updated by fused kernels, use compute_kernel="fused" and a type other than data_parallel'
+                f'{both}, but fused kernels update the tables. Use compute_kernel="fused" and a type other than data_parallel.'
             )
         rowwise = "rowwise" in optimizer.lower()
         if ("column" in kind or "grid" in kind) and rowwise:
             raise ValueError(
                 f"the sharding plan splits the columns of table {table.name!r} (sharding_type={kind!r}), but its optimizer "
-                f"{optimizer} keeps one state per row: use row_wise or table_wise"
+                f"{optimizer} keeps one state per row. Use row_wise or table_wise."
             )
         if table.dim != table.kernel_dim and rowwise:
             raise ValueError(
                 f"table {table.name!r} has embedding_dim={table.dim}, which is padded to {table.kernel_dim} columns, but its "
-                f"optimizer {optimizer} averages over all columns of a row: use embedding_dim={table.kernel_dim}, or Adagrad"
+                f"optimizer {optimizer} averages over all columns of a row. Use embedding_dim={table.kernel_dim}, or Adagrad."
             )
         widths = sorted({int(shard.shard_sizes[1]) for shard in plan[table.name].sharding_spec.shards})
         if len(widths) > 1 or widths[0] % 4:
             raise ValueError(
-                f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns: use shards of "
-                "one width that is a multiple of 4"
+                f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns. Use one width "
+                "that is a multiple of 4."
             )
 
 
 def _types(table: Table, collection: Collection, world_size: int) -> list[str]:
     block = -(-table.rows // world_size)
-    if (world_size - 1) * block >= table.rows:  # a rank would get no row, which FBGEMM's kernels do not take
+    if (world_size - 1) * block >= table.rows:  # FBGEMM's kernels do not support a rank without rows
         if collection.managed:
             raise ValueError(
                 f"table {table.name!r} of collection {collection.path!r} has managed collisions and num_embeddings="
-                f"{table.rows}, which leaves one of {world_size} ranks without rows: give it more"
+                f"{table.rows}, which leaves one of {world_size} ranks without rows. Increase num_embeddings."
             )
         return ["table_wise"]
     return ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]
+
+
+def row_orders(collection: Collection, plan: Mapping[str, Any], ranks: int, placement: Placement) -> dict[str, RowOrder]:
+    """Return the order of the rows of each table, by name. Each owner has one block of the ordered rows.
+
+    ``"hash"`` spreads neighbouring ids over the ranks. Tables that are not row-wise keep the order of their ids. So do tables
+    with managed collisions, whose map chooses the row of an id.
+    """
+    orders = {}
+    for table in collection.tables:
+        hashed = placement == "hash" and ranks > 1 and plan[table.name].sharding_type == "row_wise" and not collection.managed
+        orders[table.name] = RowOrder.hashed(table.rows) if hashed else RowOrder(table.rows)
+    return orders
+
+
+def place_rows(collection: Collection, module: Any, orders: Mapping[str, RowOrder]) -> None:
+    """Make TorchRec's sharded ``module`` look up rows, and load them from an unsharded state dict, by their positions.
+
+    Ids are replaced by positions after TorchRec has sorted them by table, because a feature may look up several tables. The
+    results for the caller contain the original ids.
+    """
+    padded = any(table.dim != table.kernel_dim for table in collection.tables)
+    if all(order.by_id for order in orders.values()) and not padded:
+        return
+    handle = module.register_load_state_dict_pre_hook(partial(_read_whole_tables, collection))
+    module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # before TorchRec's hook, which reads a block of rows
+    shardings = module._embedding_shardings if collection.pooled else module._sharding_type_to_sharding.values()
+    for sharding in shardings:
+        if isinstance(sharding, BaseRwEmbeddingSharding):  # excludes sharding within a node and grids
+            of_features = [orders[table.name] for table in sharding.embedding_tables() for _ in table.feature_names]
+            # TorchRec calls it in the first lookup
+            sharding.create_input_dist = partial(_placing, sharding.create_input_dist, of_features)
+
+
+def _read_whole_tables(collection: Collection, module: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    found: dict[str, Tensor] = {}
+    for shard in shards_of(collection, module):
+        table = shard.table
+        key = prefix + table.key.removeprefix(f"{collection.path}.")
+        whole: Any = state_dict.get(key)
+        is_whole = type(whole) in (Tensor, nn.Parameter) and whole.shape == (table.rows, table.dim)
+        if is_whole and (not shard.order.by_id or table.dim != table.kernel_dim):
+            # TorchRec reads only this rank's rows of it
+            in_order = found.setdefault(key, whole.new_zeros(table.rows, table.kernel_dim))
+            shard.read(whole.detach(), into=in_order[shard.rows, shard.columns])
+    state_dict.update(found)
+
+
+def _placing(create: Any, orders: list[RowOrder], *arguments: Any, **options: Any) -> nn.Module:
+    input_dist: nn.Module = create(*arguments, **options)
+    input_dist.register_forward_pre_hook(_PlacedIds(orders))
+    return input_dist
+
+
+class _PlacedIds:
+    """A pre-hook that replaces ids by positions. ``orders`` has the row order of each feature's table."""
+
+    def __init__(self, orders: list[RowOrder]) -> None:
+        self._orders = orders[:1] if len(set(orders)) == 1 else orders
+        self._largest = max(order.rows for order in orders) - 1
+
+    def __call__(self, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        (features,) = args
+        ids = features.values()
+        # if the host has to wait for the lengths here, it does not have to in TorchRec's next lines
+        parts = ids.split(features.length_per_key()) if len(self._orders) > 1 else [ids]
+        placed = [order.positions(part) for order, part in zip(self._orders, parts)]
+        positions = torch.cat(placed) if len(placed) > 1 else placed[0]
+        # keep the size of the message
+        return _with_values(features, positions.to(ids.dtype) if self._largest <= torch.iinfo(ids.dtype).max else positions)
+
+
+def _with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=values,
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        length_per_key=features.length_per_key_or_none(),
+    )

@@ -21,12 +21,14 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, new_state
-from lightning_freescale.embeddings.placement import Placement, place_rows, row_orders
 from lightning_freescale.embeddings.planning import (
+    Placement,
     check_plan,
     check_tables,
     memory_for_tables,
     padded_plan,
+    place_rows,
+    row_orders,
     row_wise_planner,
 )
 from lightning_freescale.embeddings.shards import (
@@ -144,7 +146,7 @@ class TableSharding:
             plan: TorchRec sharding plan with an entry for every collection, or a TorchRec planner. The default is the plan of
                 an earlier call, or else a row-wise planner.
             optimizers: optimizer of each table, by key. Tables without an optimizer are frozen.
-            placement: placement of the rows of row-wise tables, see :func:`.placement.row_orders`.
+            placement: placement of the rows of row-wise tables, see :func:`.planning.row_orders`.
 
         Returns:
             The sharded tables.
