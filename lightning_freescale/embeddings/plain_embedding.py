@@ -1,7 +1,7 @@
-"""The plain ``nn.Embedding`` modules of a module: which are sharded, and how a sharded one behaves.
+"""Sharding of plain ``nn.Embedding`` modules.
 
-A sharded one is TorchRec's EmbeddingCollection of one table, called and saved as the plain module. No forward of the user's has
-to change: ids of any shape go in, rows come out, and the weight keeps its name.
+A sharded ``nn.Embedding`` is TorchRec's EmbeddingCollection of one table with the interface of the plain module. The user's
+code does not change: the module accepts ids of any shape and returns rows, and the weight keeps its name.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing_extensions import override
 from lightning_freescale.embeddings.catalogue_weight import CatalogueWeight
 
 LARGE_EMBEDDING = 1_000_000
-"""Numbers in a table from which on ``shard="auto"`` shards it: with 4 MB, DDP's reduction of its dense gradient takes time."""
+"""The number of elements from which ``shard="auto"`` shards a table. With 4 MB, DDP's reduction of the gradient is slow."""
 
 
 class EmbeddingChoice(NamedTuple):
-    """The ``nn.Embedding`` modules of a module.
+    """The ``nn.Embedding`` modules of a module, by path.
 
     Attributes:
-        chosen: those to shard, by path.
-        left: large ones that are not sharded and could be, by path.
-        unshardable: large ones that cannot be, by path, with the reason.
+        chosen: modules to shard.
+        left: large modules that are not sharded but could be.
+        unshardable: reasons why large modules cannot be sharded.
     """
 
     chosen: dict[str, nn.Embedding]
@@ -38,14 +38,14 @@ class EmbeddingChoice(NamedTuple):
 
 
 def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | None) -> EmbeddingChoice:
-    """Return which of the ``nn.Embedding`` modules under ``root`` are to be sharded.
+    """Choose the ``nn.Embedding`` modules under ``root`` to shard.
 
     Args:
-        root: the module, unsharded or sharded earlier.
-        shard: paths in it; ``"auto"`` for those of :data:`LARGE_EMBEDDING` numbers or more that can be sharded; or None.
+        root: module, unsharded or sharded earlier.
+        shard: paths in the module, ``"auto"`` for modules with at least :data:`LARGE_EMBEDDING` elements, or None.
 
     Raises:
-        ValueError: there is no ``nn.Embedding`` at a path, or it would not be the same sharded; says why, and the fix.
+        ValueError: there is no ``nn.Embedding`` at a path, or the sharded module would not be equivalent.
     """
     plain = _plain_embeddings(root)
     tables = _tables(plain)
@@ -66,13 +66,12 @@ def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | 
         if path is None:
             raise ValueError(f"FreeScaleStrategy(shard=[{given!r}]): {_missing(given, held, plain)}")
         if (reason := obstacles[path]) is not None:
-            raise ValueError(f"FreeScaleStrategy(shard=[{given!r}]): {reason}, or leave {given!r} out of shard=")
+            raise ValueError(f"FreeScaleStrategy(shard=[{given!r}]): {reason}, or remove {given!r} from shard=.")
         chosen[path] = plain[path]
     return EmbeddingChoice(chosen, {}, {})
 
 
 def _plain_embeddings(root: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the modules by path that are no part of one of TorchRec's."""
     found: dict[str, nn.Embedding] = {}
     inside: str | None = None
     for path, module in root.named_modules():
@@ -85,7 +84,7 @@ def _plain_embeddings(root: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def _tables(plain: Mapping[str, nn.Embedding]) -> dict[str, dict[str, nn.Embedding]]:
-    """Return the modules of each table by its first path: several that share a weight look up one table."""
+    """Return the modules of each table, by the first path. Modules with a common weight look up the same table."""
     found: dict[tuple[int, int | None], dict[str, nn.Embedding]] = {}
     for path, module in plain.items():
         key = id(_weight_of(module) if _weight_of(module) is not None else module), module.padding_idx
@@ -98,59 +97,58 @@ def _weight_of(module: nn.Module) -> nn.Parameter | None:
 
 
 def tied_modules(root: nn.Module, weight: nn.Parameter | None) -> list[str]:
-    """Return the paths of the modules under ``root`` that have the weight of an ``nn.Embedding`` as theirs, such as a head."""
+    """Return the paths of other modules under ``root`` with the weight of an ``nn.Embedding``, such as an output layer."""
     held = root.named_modules(remove_duplicate=False)
     return [path for path, module in held if _weight_of(module) is weight is not None and not isinstance(module, nn.Embedding)]
 
 
 def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Embedding]) -> str:
-    """Say why the module at a path, if there is one, cannot be chosen."""
-    ways = f"its nn.Embedding modules are {[*plain]}"
+    choices = f"The nn.Embedding modules are {[*plain]}."
     if path not in held:
         near = get_close_matches(path, plain, n=1)
-        return f"the module has no {path!r}, {f'did you mean {near[0]!r}?' if near else ways}"
+        return f"the module has no {path!r}. {f'Did you mean {near[0]!r}?' if near else choices}"
     if isinstance(held[path], nn.Embedding):
-        return f"{path!r} belongs to a module of TorchRec, which is sharded as a whole: leave it out"
-    return f"{path!r} is a {type(held[path]).__name__}, no nn.Embedding: {ways}"
+        return f"{path!r} belongs to a module of TorchRec, which is sharded as a whole. Remove it from shard=."
+    return f"{path!r} is a {type(held[path]).__name__} and not an nn.Embedding. {choices}"
 
 
 def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str | None:
-    """Return why a sharded table would not do what the modules of one weight do, and a fix; None if it would."""
+    """Return why a sharded table would not be equivalent to the modules of one weight, with a fix; None if it would be."""
     shared = len(tied) > 1 or any(tied_modules(root, _weight_of(module)) for module in tied.values())
     if shared and any(module.weight.is_meta for module in tied.values()):
-        return f"{[*tied]} share a weight on the meta device, where they cannot be initialised as one: build it on the CPU"
+        return f"{[*tied]} share a weight on the meta device, but cannot be initialised together. Build them on the CPU"
     obstacles = (_obstacle(path, module) or _other_use(root, path, module, tied) for path, module in tied.items())
     return next((reason for reason in obstacles if reason is not None), None)
 
 
 def _obstacle(path: str, module: nn.Embedding) -> str | None:
-    """Return what ``module`` does that a sharded table would not, and a fix; None if there is nothing."""
+    """Return a feature of ``module`` that a sharded table does not support, with a fix; None if there is none."""
     kind, weight, own = type(module), module._parameters.get("weight"), _own_methods(module)
     if own - {"reset_parameters"} or weight is None:
-        return f"{path!r} is a {kind.__name__}, which has {sorted(own)} of its own: use a plain nn.Embedding"
+        return f"{path!r} is a {kind.__name__}, which overrides {sorted(own)}. Use a plain nn.Embedding"
     if own and weight.is_meta:
-        return f"{path!r} is a {kind.__name__} on the meta device with its own reset_parameters: build it on the CPU"
+        return f"{path!r} is a {kind.__name__} on the meta device with its own reset_parameters. Build it on the CPU"
     if module.max_norm is not None:
-        return f"{path!r} has max_norm={module.max_norm!r}, which changes rows when they are looked up: build it without"
+        return f"{path!r} has max_norm={module.max_norm!r}, which changes rows during the lookup. Build it without max_norm"
     if module.scale_grad_by_freq:
-        return f"{path!r} has scale_grad_by_freq=True, but ranks would have to count the ids of all: build it without"
+        return f"{path!r} has scale_grad_by_freq=True, which needs the ids of all ranks. Build it without scale_grad_by_freq"
     if weight.dtype != torch.float32:
-        return f"{path!r} is of {weight.dtype}, but tables are of torch.float32: convert it"
+        return f"{path!r} has dtype {weight.dtype}, but tables need torch.float32. Convert it"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
-        return f"{path!r} has hooks, which a sharded table would not run: remove them"
+        return f"{path!r} has hooks, which a sharded table would not run. Remove them"
     return None
 
 
 def _other_use(root: nn.Module, path: str, module: nn.Embedding, tied: Mapping[str, nn.Embedding]) -> str | None:
-    """Return which module that is not ``tied`` to it has the weight of ``module`` otherwise than as its weight, and a fix."""
+    """Return an unsupported use of the weight of ``module`` outside of ``tied``, with a fix; None if there is none."""
     for holder, other in root.named_modules():
         for name, parameter in other.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is module.weight and other not in tied.values():
                 also = f"the weight of {path!r} is also {(f'{holder}.{name}' if holder else name)!r}"
                 if isinstance(other, nn.Embedding) and other.padding_idx != module.padding_idx:
-                    return f"{also}, but padding_idx is {module.padding_idx} and {other.padding_idx}: give both the same"
+                    return f"{also}, but padding_idx is {module.padding_idx} and {other.padding_idx}. Use one padding_idx"
                 if isinstance(other, nn.Embedding) or name != "weight":
-                    return f"{also}, and only a module that has it as its 'weight' can share it: name it so, or untie them"
+                    return f"{also}, and only a module that has it as its 'weight' can share it. Rename or untie it"
     return None
 
 
@@ -161,33 +159,33 @@ def _own_methods(module: nn.Embedding) -> set[str]:
 
 
 class EmbeddingIds(KeyedJaggedTensor):
-    """The ids of one call of an embedding, as TorchRec takes them: one feature of one sample that has them all.
+    """The ids of one call of an embedding in TorchRec's form: one feature of one sample.
 
     Args:
-        path: of the embedding in the module; the feature's name.
+        path: path of the embedding in the module, the name of the feature.
         ids: integers of any shape.
 
     Attributes:
-        ids: the tensor as it was given.
+        ids: the argument.
     """
 
     def __init__(self, path: str, ids: Tensor) -> None:
         count = ids.numel()
-        # filled on the device, and said again in numbers: the host does not wait to learn them
+        # fill lengths on the device and pass them as Python numbers, too, so that the host does not wait for the device
         lengths = torch.full((1,), count, dtype=torch.int64, device=ids.device)
         super().__init__([path], ids.reshape(-1), lengths=lengths, stride=1, length_per_key=[count], offset_per_key=[0, count])
         self.ids = ids
 
 
 class ShardedEmbedding(ShardedEmbeddingCollection):
-    """Stands where an ``nn.Embedding`` stood: what TorchRec makes of :func:`as_collection` of it, with its calls and names.
+    """TorchRec's sharded module for a result of :func:`as_collection`, with the interface of an ``nn.Embedding``.
 
-    The result of a call is the caller's to change, as that of an ``nn.Embedding``; the row ``padding_idx`` gets no gradient.
+    The caller may change the result of a call in place. The row ``padding_idx`` gets no gradient.
 
     Attributes:
-        num_embeddings: rows of the whole table.
+        num_embeddings: number of rows of the whole table.
         embedding_dim: width of a row.
-        padding_idx: the row that is never updated; None if there is none.
+        padding_idx: row that is never updated; None if there is none.
     """
 
     def __init__(self, module: EmbeddingCollection, *arguments: Any, dim: int, padding_idx: int | None, **options: Any) -> None:
@@ -195,13 +193,13 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         (config,) = module.embedding_configs()
         (self.path,) = config.feature_names
         self.num_embeddings, self.embedding_dim, self.padding_idx = config.num_embeddings, dim, padding_idx
-        # TorchRec finds this rank's rows at embeddings.<table>.weight; to torch they are the module's own parameter
+        # TorchRec reads this rank's rows at embeddings.<table>.weight, but the module has them as its parameter ``weight``
         inner = self._modules.pop("embeddings")
         object.__setattr__(self, "embeddings", inner)
         self._parameters["weight"] = inner.get_submodule(config.name).get_parameter("weight")
         self._table_key = f"embeddings.{config.name}.weight"
         self._register_state_dict_hook(ShardedEmbedding._rename_saved)
-        self._load_state_dict_pre_hooks.clear()  # TorchRec's, which the next one calls
+        self._load_state_dict_pre_hooks.clear()  # the next hook calls TorchRec's hook
         self._register_load_state_dict_pre_hook(ShardedEmbedding._rename_loaded, with_module=True)
 
     @override
@@ -212,7 +210,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
             TypeError: ``ids`` is no tensor.
         """
         if not isinstance(ids, Tensor):
-            raise TypeError(f"embedding {self.path!r} is given a {type(ids).__name__}: pass a tensor of ids")
+            raise TypeError(f"embedding {self.path!r} got a {type(ids).__name__}. Pass a tensor of ids.")
         found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values()
         return rows_of_ids(found, ids, self.embedding_dim, self.padding_idx)
 
@@ -223,7 +221,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         return super().__getattr__(name)
 
     def catalogue_weight(self) -> CatalogueWeight:
-        """Return what stands for the whole weight in the model's code."""
+        """Return the placeholder for the whole weight in the model's code."""
         return CatalogueWeight(self._parameters["weight"], self.path, range(self.num_embeddings), self.embedding_dim)
 
     @override
@@ -244,7 +242,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
 
 
 class EmbeddingSharder(EmbeddingCollectionSharder):
-    """Makes a :class:`ShardedEmbedding` of what :func:`as_collection` has made of an ``nn.Embedding``."""
+    """A sharder that builds a :class:`ShardedEmbedding` from a result of :func:`as_collection`."""
 
     def __init__(self, dim: int, padding_idx: int | None) -> None:
         super().__init__()
@@ -256,7 +254,7 @@ class EmbeddingSharder(EmbeddingCollectionSharder):
 
 
 def table_name(path: str) -> str:
-    """Return the name of the table of the embedding at ``path``; torch takes no dots in it, and no name of a method."""
+    """Return the table name of the embedding at ``path``. torch allows no dots and no names of methods."""
     name = path.replace(".", "/")
     return f"{name}/" if hasattr(nn.ModuleDict(), name) else name
 
@@ -268,14 +266,18 @@ def as_collection(path: str, rows: int, dim: int) -> EmbeddingCollection:
 
 
 def rows_of_ids(found: Tensor, ids: Tensor, dim: int, padding_idx: int | None) -> Tensor:
-    """Return the rows ``found`` for :class:`EmbeddingIds`, shape ``[ids.numel(), columns]``, as an ``nn.Embedding`` would.
+    """Return rows in the form of an ``nn.Embedding``, shape ``[*ids.shape, dim]``.
 
-    Columns behind ``dim`` are the kernel's padding, which TorchRec returns as well.
+    Args:
+        found: the rows of an :class:`EmbeddingIds`, shape ``[ids.numel(), columns]``. Columns after ``dim`` are padding.
+        ids: the ids of the rows.
+        dim: the embedding width.
+        padding_idx: the row that gets no gradient.
     """
     if found.shape[1] != dim:
         found = found[:, :dim]
     shape = (*ids.shape, dim)
-    # a tensor of its own, which the caller may change: a view is one of what TorchRec has returned, which autograd forbids
+    # the caller may change the result in place. Autograd forbids this for a view of TorchRec's result, so clone a view
     rows = found.view(shape).clone() if found._is_view() else torch.ops.aten._unsafe_view(found, shape)
     if padding_idx is not None and rows.requires_grad:
         rows = _WithoutPadding.apply(rows, (ids == padding_idx).unsqueeze(-1))
@@ -283,8 +285,8 @@ def rows_of_ids(found: Tensor, ids: Tensor, dim: int, padding_idx: int | None) -
 
 
 class _WithoutPadding(torch.autograd.Function):
-    # Its backward drops the gradient of the padding row, also one that is infinite: a factor of zero would not, and a hook is
-    # lost where the rows are changed. It says that it changes them in place, which spares a copy
+    # backward replaces the gradient of the padding row by zeros, also if it is infinite. A factor of zero would return NaN, and
+    # a hook would be lost if the rows are changed in place. mark_dirty avoids a copy of the rows
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, padded: Tensor) -> Tensor:
