@@ -11,8 +11,8 @@ The script finds the place in the pages by the text between the figures. A new t
 ``--print NAME`` and pasted into a page once. To change the text around figures, change the template and the page.
 
 If the first line names one file, its name can be omitted: ``{best_speed_up:.2f}``. ``{where}`` is replaced by commit, date and
-processor, and ``{command}`` by the command of the first file. A format that begins with k, M, G, m or u uses that unit:
-``{bytes:M.2f} MB``. Percentages have a space before the sign.
+processor. A format that begins with k, M, G, m or u uses that unit: ``{bytes:M.2f} MB``. Percentages have a
+space before the sign.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES = ROOT / "benchmarks" / "tables"
 FACTORS = {"k": 1e-3, "M": 1e-6, "G": 1e-9, "m": 1e3, "u": 1e6}
 """The factor for each unit."""
-EVERY_RESULT = ("where", "command")
-"""The fields that are no figure."""
 
 
 class Table(string.Formatter):
@@ -76,7 +74,7 @@ class Table(string.Formatter):
     def fields(self) -> set[tuple[str, str]]:
         """Return file and figure of each field."""
         fields = [self._split(field) for _, field, _, _ in self.parse(self.template) if field]
-        return {(file, figure) for file, figure in fields if figure not in EVERY_RESULT}
+        return {(file, figure) for file, figure in fields if figure != "where"}
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         """Return the value of a field."""
@@ -85,8 +83,6 @@ class Table(string.Formatter):
         if name == "where":
             results = [result] if field_name != name else self._results.values()
             return "; ".join(dict.fromkeys(_where(each["measured_on"]) for each in results)), field_name
-        if name == "command":
-            return result["measured_on"]["command"], field_name
         if name not in result["figures"]:
             raise ValueError(f"{{{field_name}}} is no figure of {file}; its figures are {sorted(result['figures'])}")
         return result["figures"][name], field_name
@@ -104,7 +100,7 @@ class Table(string.Formatter):
     def _split(self, field: str) -> tuple[str, str]:
         """Return file and figure of a field; the name of a figure may contain dots."""
         file = next((name for name in self._results if field.startswith(f"{name}.")), None)
-        if file is None and len(self._results) > 1 and field not in EVERY_RESULT:
+        if file is None and len(self._results) > 1 and field != "where":
             raise ValueError(f"{{{field}}}: write {{FILE.FIGURE}} with a file of {sorted(self._results)}")
         return file or next(iter(self._results)), field.removeprefix(f"{file}.")
 

@@ -136,7 +136,7 @@ ABC, DEF = (f"commit {commit}, 2026-01-31, 2 cores of A Processor" for commit in
     ("template", "names", "shown"),
     [
         ("{reduction:.0%}, {lost:.0%}, {lost:.2%}", "ladder_8", "95 %, 0 %, -0.01 %"),
-        ("{speed_up:m.0f} ms, {speed_up:k.4f}, `{command}`", "ladder_8", "2178 ms, 0.0022, `python b.py`"),
+        ("{speed_up:m.0f} ms, {speed_up:k.4f}", "ladder_8", "2178 ms, 0.0022"),
         ("{ladder_8.speed_up:.1f} and {ladder_2.speed_up:.1f}, {where}", "ladder_8 ladder_2", f"2.2 and 2.0, {ABC}"),
         ("{where}", "ladder_8 ladder_2 later", f"{ABC}; {DEF}"),
         ("{later.where}, {later.heavy-1.1_mean:.1f}", "ladder_8 later", f"{DEF}, 0.5"),
