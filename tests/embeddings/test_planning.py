@@ -194,8 +194,8 @@ def test_columns_that_cannot_be_trained_are_refused(dim: int, widths: list[int],
 @pytest.mark.parametrize(
     ("rows", "owners", "parts"),
     [
-        (9, [(5, 0), (4, 2)], "does not put the rows of table 'item' in equal blocks"),  # skips rank 1
-        (9, [(3, 0), (6, 1)], "does not put the rows of table 'item' in equal blocks"),
+        (9, [(5, 0), (4, 2)], "does not place the rows of table 'item' in equal blocks"),  # skips rank 1
+        (9, [(3, 0), (6, 1)], "does not place the rows of table 'item' in equal blocks"),
         (2**31, [(2**31, 0)], "2147483648 rows of width 8 on one rank"),
         (9, [(5, 1), (4, 2)], ""),
     ],

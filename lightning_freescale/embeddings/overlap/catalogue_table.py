@@ -1,8 +1,12 @@
-"""A sharded table whose rows a loss over all items uses: in training each rank's own rows, else a copy of all."""
+"""A sharded table in losses over all items, and ranks of targets among all items.
+
+In training, a loss uses the rows of each rank; otherwise it uses a copy of the table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,25 +22,28 @@ from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.losses import keeps_logits
 
 _ROWS_AT_ONCE = 2**18
-"""That are looked up together for a copy of the whole table."""
+"""The number of rows in one lookup for a copy of the whole table."""
+
+_CHUNK_SCORES = 2**23
+"""The number of scores in memory at once: 64 MiB in float64."""
 
 Rows = Callable[[KeyedJaggedTensor], list[Tensor]]
-"""Looks rows up outside of the autograd graph, see :meth:`ModuleForward.rows`."""
+"""A function that looks up rows outside of the autograd graph, see :meth:`ModuleForward.rows`."""
 
 
 class CatalogueTable:
-    """Gives losses the rows of a table; the attribute ``freescale_catalogue`` of its weight.
+    """Provides the rows of a table for losses, as the attribute ``freescale_catalogue`` of its weight.
 
     Args:
         table: the table.
         features: all features of its module.
-        part: the part of the module that has the table, ``number`` among its parts.
-        look_up: looks rows up in that module.
-        number: place of ``part``.
+        part: the part of the module that has the table.
+        look_up: looks up rows in that module.
+        number: the index of ``part`` among the parts of the module.
         tables: all sharded tables.
 
     Attributes:
-        copied: the copy that :meth:`whole` has made; None before, and once the table changes.
+        copied: the copy made by :meth:`whole`; None before, and after a change of the table.
         most_positions: the positions of every rank in the largest loss over all rows; empty before one.
     """
 
@@ -50,20 +57,27 @@ class CatalogueTable:
         self.most_positions: list[int] = []
 
     def __call__(self) -> Tensor | CatalogueShard:
-        """Return this rank's rows for a loss of the current step; without gradients a copy of the whole table. Collective.
+        """Return this rank's rows for a loss of the current step, or a copy of the table under ``no_grad``. Collective.
 
-        The rows have all updates of the steps before.
+        The rows have all updates of earlier steps.
 
         Raises:
-            ValueError: outside of a training step, where nothing would be trained; or the table has no whole rows here.
+            ValueError: it is called outside of a training step with gradients enabled, or the plan splits columns.
         """
         key = self.table.key
         if not self.has_whole_rows:
             raise ValueError(
-                f"a loss over all rows of {key!r}: the plan splits its columns, so a rank has no whole row. Leave out "
-                "plan=, or shard the table row-wise"
+                f"A loss over all rows of {key!r} needs whole rows, but the plan splits the columns of the table. Leave out "
+                "plan=, or shard the table row-wise."
             )
         if not torch.is_grad_enabled():
+            return self.whole()
+        if not self.in_step:
+            raise ValueError(
+                f"A loss over all rows of {key!r} outside of a training step would not train them. Compute it in "
+                f"training_step, or under torch.no_grad(). "
+                f"full_weight({key.removesuffix('.weight')!r}) returns a copy of the table."
+            )
             return self.whole()
         if not self.in_step:
             raise ValueError(
@@ -74,10 +88,10 @@ class CatalogueTable:
         return CatalogueShard(self)
 
     def whole(self) -> Tensor:
-        """Return a copy of the table in the order of the ids, which lasts until the next step. Collective."""
+        """Return a copy of the table in the order of the ids, which is valid until the next step. Collective."""
         if self.copied is None:
             feature, parts = self.table.features[0], []
-            # other tables may be looked up by the same feature
+            # other tables may have the same feature
             place = [index for name, index in self._part.layout.features if name == feature].index(self.index)
             with torch.no_grad():
                 for start in range(0, self.table.rows, _ROWS_AT_ONCE):
@@ -93,17 +107,15 @@ class CatalogueTable:
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows: a live view, shape ``[rows, dim]``."""
+        """A live view of this rank's rows, shape ``[rows, dim]``."""
         return self._part.local.weight(self.index)
 
     @property
     def rank(self) -> int:
-        """This rank, in the group of the tables."""
         return self._tables.group.rank()
 
     @property
     def in_step(self) -> bool:
-        """Whether a training step is under way."""
         return self._part.step.open
 
     @property
@@ -117,41 +129,41 @@ class CatalogueTable:
         return not self._part.is_frozen(self.index)
 
     def places(self, items: Tensor) -> Tensor:
-        """Return which of this rank's rows each item is, int64; -1 for those of other ranks."""
+        """Return the index of each item among this rank's rows, int64; -1 for items of other ranks."""
         here = self._part.local.places(self.index, items)
         return torch.where((here >= 0) & (here < len(self.weight)), here, -1)
 
     @cached_property
     def ids(self) -> Tensor:
-        """Which items this rank's rows are: int64 of shape ``[rows]``."""
+        """The items of this rank's rows, int64 of shape ``[rows]``."""
         every = torch.arange(self.table.rows, device=self._tables.device)
         places = self.places(every)
         mine = places >= 0
         return torch.empty(len(self.weight), dtype=torch.int64, device=every.device).index_copy_(0, places[mine], every[mine])
 
     def positions(self, count: int) -> RankPositions:
-        """Return the positions of all ranks. Collective."""
+        """Exchange the number of positions of each rank. Collective."""
         return RankPositions(self._tables.group, self._tables.message_device(), count)
 
     def note_use(self, counts: list[int]) -> None:
-        """Note the positions of every rank in a loss over all rows."""
+        """Record the positions of every rank in a loss over all rows."""
         self.most_positions = max(self.most_positions, counts, key=sum)
 
     def sizes_of_use(self) -> str:
-        """Return what a loss over all rows sends and holds, beside what the whole table would; after such a loss."""
+        """Describe the messages and memory of a loss over all rows, compared with the whole table; after such a loss."""
         rows, dim, ranks, positions = self.table.rows, self.table.dim, len(self.most_positions), sum(self.most_positions)
         share, here = 2 * 4e-6 * dim * (ranks - 1) / ranks, len(self.weight)
         ways = ("kept for backward", "computed again in backward")
-        advice = " To send less, leave the table out of shard=" if positions > rows and ranks > 1 else ""
+        advice = " To send less, leave the table out of shard=." if positions > rows and ranks > 1 else ""
         return (
-            f"a softmax over {self.table.key!r} ({rows} x {dim}): the states of {positions} positions on {ranks} ranks are "
-            f"{share * positions:.1f} MB per rank and step, a reduced gradient of the whole table would be {share * rows:.1f} "
-            f"MB. Logits against a rank's {here} rows are {4e-6 * positions * here:.0f} MB, "
+            f"a softmax over {self.table.key!r} ({rows} x {dim}) sends the states of {positions} positions on {ranks} ranks: "
+            f"{share * positions:.1f} MB per rank and step. A reduced gradient of the whole table would be {share * rows:.1f} "
+            f"MB. Logits for a rank's {here} rows take {4e-6 * positions * here:.0f} MB and are "
             f"{ways[not keeps_logits(positions, here)]}.{advice}"
         )
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add to the gradient of the step's update of this rank's rows, summed over all ranks."""
+        """Add a gradient of this rank's rows, summed over all ranks, to the update of the step."""
         self._part.add_gradient(self.index, gradient.div_(self._tables.group.size()) if get_gradient_division() else gradient)
 
 
@@ -171,29 +183,28 @@ class CatalogueShard:
             self.excluded = places[places >= 0]
 
     def limited(self, start: int, stop: int) -> CatalogueShard:
-        """Return the same for some of the items."""
+        """Return the shard of a range of the items."""
         return CatalogueShard(self._table, self._start + start, self._start + stop)
 
     def positions(self, count: int) -> RankPositions:
-        """Return the positions of all ranks. Collective."""
+        """Exchange the number of positions of each rank. Collective."""
         found = self._table.positions(count)
         self._table.note_use(found.counts)
         return found
 
     def places(self, items: Tensor) -> Tensor:
-        """Return which of ``weight`` each item is."""
+        """Return the index of each item in ``weight``."""
         return self._table.places(items + self._start)
 
     def select(self, by_item: Tensor) -> Tensor:
-        """Return what a tensor of all items has for ``weight``; anything for rows that are excluded."""
+        """Return the values of a tensor of all items for the rows of ``weight``; values of excluded rows are undefined."""
         return by_item[self._places_of_rows]
 
     def spread(self, by_row: Tensor) -> Tensor:
-        """Return a tensor of all items that has ``by_row`` for those of this rank."""
+        """Return a tensor of all items with the values ``by_row`` for the items of this rank, zeros elsewhere."""
         return by_row.new_zeros(self.items).index_add_(0, self._places_of_rows, by_row)
 
     def take_gradient(self, gradient: Tensor) -> None:
-        """Hand the gradient of ``weight`` to the step's update."""
         self._table.add_gradient(gradient)
 
     @property
@@ -205,7 +216,7 @@ class RankPositions:
     """The positions of all ranks in one call of a loss; see :class:`.Positions`.
 
     Attributes:
-        counts: positions of every rank.
+        counts: the number of positions of every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
@@ -215,7 +226,7 @@ class RankPositions:
         self.counts: list[int] = counts[:, 0].tolist()
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return what all ranks give, in one message. Collective."""
+        """Return the concatenated tensors of all ranks, sent in one message. Collective."""
         flat = [each.detach().reshape(self._count, each.shape[1:].numel()).contiguous() for each in tensors]
         octets = torch.cat([each.view(torch.uint8) for each in flat], dim=1).to(self._device)
         most, width = max(self.counts), octets.shape[1]
@@ -229,7 +240,7 @@ class RankPositions:
         return tuple(each.contiguous().view(like.dtype).view(-1, *like.shape[1:]) for each, like in found)
 
     def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begin to send each rank what this rank's rows have for its positions. Collective."""
+        """Start to send each rank the values of its positions. Collective."""
         width, ranks = values.shape[1:].numel(), len(self.counts)
         sent = values.contiguous().to(self._device).view(-1)
         came = sent.new_empty(ranks * self._count * width)
@@ -242,3 +253,53 @@ class RankPositions:
             return came.to(values.device).view(ranks, self._count, *values.shape[1:])
 
         return wait
+
+
+@dataclass(frozen=True)
+class RankedSamples:
+    """The samples of one rank, for :func:`lightning_freescale.metrics.catalogue_ranks`."""
+
+    hidden: Tensor  # a state for each sample, shape [samples, dim]
+    targets: Tensor  # rows of the table, int64 of shape [samples]
+    seen: Tensor  # rows of the table to exclude, int64 of shape [samples, any], padded with negative numbers
+    items: range  # the rows of the table that are items
+
+    @classmethod
+    def none(cls, table: CatalogueTable) -> RankedSamples:
+        """Return no samples, with which a rank serves the others."""
+        rows, nothing = table.weight, torch.empty(0, dtype=torch.int64, device=table.weight.device)
+        return cls(rows[:0], nothing, nothing.view(0, 0), range(table.table.rows))
+
+
+@torch.no_grad()
+def ranks_over_shards(table: CatalogueTable, samples: RankedSamples) -> Tensor:
+    """Return how many items come before each target of this rank, int64 of shape ``[samples]``. Collective.
+
+    Scores are computed in float64 and rounded to float32, so that equal scores are equal on all shards in any order of
+    summation.
+    """
+    count, rows, ids = len(samples.targets), table.weight.double(), table.ids
+    positions = table.positions(count)
+    of_items = torch.tensor([[samples.items.start, samples.items.stop]], device=rows.device).expand(count, 2)
+    every, wanted, limits = positions.gather(samples.hidden.float(), samples.targets, of_items)
+    samples_seen, columns = (samples.seen >= 0).nonzero(as_tuple=True)
+    pairs = table.positions(len(columns))
+    before = sum(positions.counts[: table.rank])
+    seen, seen_by = pairs.gather(samples.seen[samples_seen, columns], samples_seen + before)
+    places, seen_places = table.places(wanted), table.places(seen)
+    seen, seen_by = seen_places[seen_places >= 0], seen_by[seen_places >= 0]
+    every, here = every.double(), (places >= 0).nonzero()[:, 0]
+    hits = torch.zeros(len(every), device=rows.device)
+    hits[here] = (every[here] * rows[places[here]]).sum(1).float()
+    (hits,) = positions.gather(positions.to_ranks(hits)().sum(0))
+    found, size = torch.zeros(len(every), dtype=torch.int64, device=rows.device), max(1, _CHUNK_SCORES // max(1, len(rows)))
+    for start in range(0, len(every), size):
+        part = slice(start, start + size)
+        scores = (every[part] @ rows.T).float()
+        come_before = ~(scores < hits[part, None])  # includes NaN
+        come_before &= (ids >= limits[part, :1]) & (ids < limits[part, 1:])
+        for which, place in ((here, places[here]), (seen_by, seen)):
+            inside = (which >= start) & (which < start + size)
+            come_before[which[inside] - start, place[inside]] = False
+        found[part] = come_before.sum(1)
+    return positions.to_ranks(found)().sum(0)

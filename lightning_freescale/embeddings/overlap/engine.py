@@ -19,9 +19,8 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
-from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.module_forward import ModuleForward
+from lightning_freescale.embeddings.overlap.module_forward import Evaluation, ModuleForward, without_weights
 from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, nodes_with_proxies
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
@@ -29,13 +28,13 @@ from lightning_freescale.embeddings.overlap.transport import LaunchOrder, new_gr
 from lightning_freescale.embeddings.shards import ShardedTables
 
 Ids: TypeAlias = "KeyedJaggedTensor | Sequence[KeyedJaggedTensor]"
-"""The ids of one lookup, or of each of several."""
+"""The ids of one lookup, or a sequence with the ids of each lookup."""
 
 
 class OverlapEngine:
-    """Fetches the rows of the next batch while this one computes, with the numbers of plain TorchRec.
+    """Fetches the rows of the next batch while the current batch computes, with the results of plain TorchRec.
 
-    Creating it is collective. One step is::
+    Construction is collective. One step is::
 
         engine.begin_step({"path.of.collection": ids_of_the_next_batch})
         loss = model(batch)
@@ -43,29 +42,31 @@ class OverlapEngine:
         engine.end_backward()
 
     Args:
-        tables: sharded tables; their collections are taken over until :meth:`close`.
-        dedup: send every row once per rank and batch, and its gradients summed up. Without it the numbers are bitwise those of
-            plain TorchRec, with it they differ by the order of summation.
-        timeout: of every exchange.
-        transport: what moves rows and ids, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
-        clip_value: limit of every element of a row's gradient, summed over ranks and batches; None for none.
-        hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. Costs
-            overlap: no gradient travels under the next forward. Clipping leaves tables alone that no parameter group holds.
-        exchange: ``"flat"``: every rank asks the owners. ``"two_level"``: what several ranks of a node need crosses the network
-            once, and back its gradient, by proxies in the node. Pays with several nodes of several ranks each, where the
-            network between nodes is slower than what connects the ranks of one; needs ``dedup`` and ``ranks_per_node``.
-        ranks_per_node: ranks of every node, one node's after the other's; tells the report which bytes cross between nodes.
+        tables: the sharded tables. The engine replaces the forward of their collections until :meth:`close`.
+        dedup: send every row once per rank and batch, and the sum of its gradients. Results then differ from those of plain
+            TorchRec by the order of summation; without ``dedup`` they are bitwise equal.
+        timeout: the timeout of every exchange.
+        transport: the transport of rows and ids, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
+        clip_value: the limit of every element of a row's gradient, summed over ranks and batches; None for no limit.
+        hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. This costs
+            overlap, because no gradient is sent during the next forward. Tables outside all parameter groups are not clipped.
+        exchange: ``"flat"``: every rank sends requests to the owners. ``"two_level"``: a row that several ranks of a node need
+            crosses the network once, and so does its gradient, through proxies in the node. This pays off with several nodes of
+            several ranks each and a network between nodes that is slower than the links within a node. It requires ``dedup``
+            and ``ranks_per_node``.
+        ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
+            that cross between nodes.
 
     Raises:
-        ValueError: ``exchange`` and ``ranks_per_node`` do not fit each other, ``dedup`` or the number of ranks.
+        ValueError: ``exchange``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit together.
 
     Attributes:
         tables: the sharded tables.
-        clip_value: as given.
+        clip_value: as the argument.
         modules: the overlapped collections, by path.
-        collections: their tables, those of one width together: by path, or, if there are several, ``"path (dim 8)"``. A table
-            whose columns are split is one table for each part.
-        plain: why each of the others is left to plain TorchRec, by path.
+        collections: the groups of tables of one width, by the path of their collection, or by ``"path (dim 8)"`` if it has
+            several. A table that is split by columns is one table per part.
+        plain: the reasons why TorchRec exchanges the other collections, by path.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class OverlapEngine:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         made = (collection.path, self._transport, self._timeout)
         group, proxies = new_group(*made), None
-        group.connect()  # now, not in a step
+        group.connect()  # now instead of in a step
         if self._proxied is not None:
             proxies = ProxyGroups.connect(self._proxied, *made, take_turns=order is not None)
         if group.waits_on_device and group.size() > 1:
@@ -123,9 +124,9 @@ class OverlapEngine:
         return overlapped
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
-        """Return the parts of a collection, each of tables of one width; none if TorchRec exchanges its rows."""
+        """Return the parts of a collection, grouped by width; none if TorchRec exchanges its rows."""
         if collection.managed:
-            self.plain[collection.path] = "the model remaps its ids, so its rows are not known before the lookup"
+            self.plain[collection.path] = "The model remaps its ids, so its rows are unknown before the lookup."
             return []
         record, nodes = module.freescale_sharding, 1 if self._proxied is None else self._proxied.count
         widths = parts_by_width(collection, record.plan)
@@ -150,12 +151,12 @@ class OverlapEngine:
         """Begin the step of a batch, before its forward.
 
         Args:
-            upcoming: ids of the next batch by collection, of each lookup if there are several; None if there is no next
-                batch. Those of collections that are left out may be given to :meth:`submit_next_ids` before backward.
-            updates: whether an optimizer step follows this batch; else its gradients are added to those of the next.
-            settings: what each table is updated with, by table key; others keep the options they were sharded with.
-            step: optimizer steps done so far, for tables without ``settings``; counted here if not given.
-            restart: forget gradients that were kept for an optimizer step which did not come.
+            upcoming: the ids of the next batch by collection, or a list with the ids of each lookup; None if there is no next
+                batch. Ids of collections that are missing can be passed to :meth:`submit_next_ids` before backward.
+            updates: whether an optimizer step follows this batch. Otherwise its gradients are added to those of the next batch.
+            settings: the settings of each table's update, by table key. Other tables use the options of their sharding.
+            step: the number of completed optimizer steps, for tables without ``settings``; by default the engine counts them.
+            restart: discard gradients kept for an optimizer step that did not follow.
             gives_up: whether this rank gives up the prediction of ids, by collection.
 
         Returns:
@@ -184,14 +185,14 @@ class OverlapEngine:
     def follow_settings(
         self, used: Mapping[str, UpdateSettings], now: Mapping[str, UpdateSettings]
     ) -> dict[str, UpdateSettings]:
-        """Update tables after the current batch with settings that have changed since the step began, before its backward.
+        """Change the settings of the current batch's update, before its backward.
 
         Args:
-            used: what each table of the module would be updated with, by table key.
-            now: what it is to be updated with.
+            used: the settings so far of each table of the module, by table key.
+            now: the new settings.
 
         Returns:
-            What each table will be updated with: those that TorchRec updates, with the options before.
+            The settings of each table's update. Tables that TorchRec updates keep those of ``used``.
         """
         keys = [key for path in self.collections for key in self._table_keys[path]]
         if all(now[key] == used[key] for key in keys):
@@ -201,37 +202,37 @@ class OverlapEngine:
         return {**used, **{key: now[key] for key in keys}}
 
     def lookups(self) -> dict[str, list[Lookup]]:
-        """Return what the model has looked up in this step so far, in its order, by collection."""
+        """Return the lookups of the model in this step so far, in order, by collection."""
         made = {path: module.parts[0].step.lookups.made for path, module in self.modules.items()}
         return {path: lookups for path, lookups in made.items() if lookups}
 
     def submit_next_ids(self, upcoming: Mapping[str, Ids], gave_up: Mapping[str, bool] | None = None) -> None:
-        """Submit ids of the next batch that were not known before the forward, and whether this rank gave up, by collection."""
+        """Submit ids of the next batch that were unknown before the forward, and whether this rank has given up."""
         for path, has in (gave_up or {}).items():
             for part in self.modules[path].parts:
                 part.step.gives_up = has, has
         for path, lookups in upcoming.items():
             if path in self.modules:
-                module, several = self.modules[path], [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
-                ids = [module.ids_of(features) for features in several]
-                for part in module.parts:
+                several = [lookups] if isinstance(lookups, KeyedJaggedTensor) else lookups
+                ids = [without_weights(features) for features in several]
+                for part in self.modules[path].parts:
                     part.step.submit_next_ids(ids)
 
     def end_forward(self) -> None:
-        """Say, before backward, that the model has looked everything up in this step and that no other next ids will be known.
+        """End the lookups of this step, before backward. The engine will not learn other ids of the next batch.
 
-        Needed where a collection may be looked up on some ranks only: a rank that waits for rows would wait for one whose
-        backward waits for the first. With several collections, next ids that any rank submits after its first lookup travel
-        from here on, and without this call only once backward comes to the embeddings.
+        This is required if only some ranks look up a collection: their waits for rows and the backward of other ranks would
+        block each other. With several collections, ids that any rank submits after its first lookup are sent at this call.
+        Without it, they are sent once backward reaches the embeddings.
         """
         for collection in self.collections.values():
             collection.step.end_forward()
 
     def end_backward(self) -> None:
-        """Hand over, after backward, what it has not handed over itself."""
+        """Submit, after backward, the gradients that backward has not submitted."""
         for collection in self.collections.values():
             collection.step.end()
-            if not self._hold_gradients:  # those of a loss over all rows are whole now
+            if not self._hold_gradients:  # gradients of a loss over all rows are complete now
                 collection.step.apply_gradients()
 
     @property
@@ -241,45 +242,45 @@ class OverlapEngine:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether the gradients of the current batch are kept after backward, to be clipped."""
+        """Whether the gradients of the current batch are held after backward, to be clipped."""
         return self._hold_gradients and self.updates
 
     def square_sum(self) -> Tensor:
-        """Return the sum of the squares of the tables' gradients that are held: float64, the same on all ranks. Collective."""
+        """Return the sum of squares of the tables' held gradients: float64, equal on all ranks. Collective."""
         submitted = [(each, each.submit_square_sum()) for each in self.collections.values()]
         found = [collection.square_sum(job) for collection, job in submitted if job is not None]
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the tables' gradients that are held by one number."""
+        """Multiply the tables' held gradients by ``factor``."""
         for collection in self.collections.values():
             collection.scale_gradients(factor)
 
     def clamp_gradients(self, limit: float) -> None:
-        """Limit every element of the tables' gradients that are held."""
+        """Clamp every element of the tables' held gradients to ``-limit ... limit``."""
         for collection in self.collections.values():
             collection.clamp_gradients(limit)
 
     def apply_gradients(self) -> None:
-        """Update the tables by the gradients that are held; the next :meth:`begin_step` would do it, too. Collective."""
+        """Update the tables with the held gradients. Otherwise the next :meth:`begin_step` does. Collective."""
         for collection in self.collections.values():
             collection.step.apply_gradients()
 
     def raise_errors(self) -> None:
-        """After anything has failed, raise what has gone wrong in an exchange: it may be the cause, on another rank."""
+        """Raise the error of any exchange. After a failure it may be the cause, possibly on another rank."""
         for collection in self.collections.values():
             if collection.error is not None:
                 raise collection.error
 
     def drain(self) -> None:
-        """Wait until every update of the steps that :meth:`end_backward` has ended is in the tables. Collective."""
+        """Wait until every update of the steps ended by :meth:`end_backward` is in the tables. Collective."""
         for collection in self.collections.values():
             collection.drain()
 
     def take_idle_steps(self) -> dict[str, int]:
-        """Return how many optimizer steps since the last call had no gradient for a table, on any rank, by table key.
+        """Return the number of optimizer steps since the last call without a gradient on any rank, by table key.
 
-        They are no updates; until they are taken, the engine takes them off the ``settings`` that it is given. Drain first.
+        These steps are not updates. Until this call, the engine subtracts them from the steps in ``settings``. Drain first.
         """
         taken: dict[str, int] = {}
         for path, each in self.collections.items():
@@ -287,33 +288,33 @@ class OverlapEngine:
         return taken
 
     def accumulated_gradients(self) -> dict[str, dict[str, Any]]:
-        """Return what this rank keeps, as an owner, for the optimizer step of the current window, by collection.
+        """Return the gradients that this rank holds as an owner for the current window, by collection, on the CPU.
 
-        None of it is on the device. Drain first.
+        Drain first.
         """
         return {path: collection.accumulated_gradients() for path, collection in self.collections.items()}
 
     def restore_accumulated(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on in the window that :meth:`accumulated_gradients` was called in, before the first step.
+        """Continue the window of :meth:`accumulated_gradients`, before the first step.
 
         Raises:
-            ValueError: the tables are sharded otherwise than they were.
+            ValueError: the tables are sharded differently.
         """
         for path, gradients in kept.items():
             self.collections[path].restore_accumulated(gradients)
 
     def serve_evaluation(self) -> None:
-        """Give the other ranks the rows that they look up outside of steps, until every rank has called this method.
+        """Send other ranks the rows of their lookups outside of steps until every rank has called this method. Collective.
 
-        Needed where ranks may make different numbers of lookups outside of steps: each calls it after its last one. Collective.
+        This is required if ranks make different numbers of lookups outside of steps. Call it after the last lookup.
         """
         self._evaluation.serve()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let other code write to the tables inside: pending updates are applied first, rows fetched ahead are discarded.
+        """Allow other code to write to the tables inside the context. Enter it on every rank.
 
-        Enter it on every rank.
+        It applies pending updates first, and discards prefetched rows.
         """
         self.drain()
         yield
@@ -323,10 +324,10 @@ class OverlapEngine:
             collection.discard_prefetched()
 
     def close(self, farewell: bool = True) -> None:
-        """Give the collections back to TorchRec. Drain first; what is under way is lost.
+        """Return the collections to TorchRec. Pending work is lost, so drain first.
 
         Args:
-            farewell: wait, for 2 seconds at most, until all ranks close. Not needed where they have met since the drain.
+            farewell: wait up to 2 seconds until all ranks close. This is unnecessary if they have met since the drain.
         """
         for module in self.modules.values():
             module.close(farewell)
@@ -336,17 +337,17 @@ class OverlapEngine:
         self._evaluation.tables.clear()
 
     def mean_statistics(self) -> dict[str, float]:
-        """Return what :meth:`statistics` returns, as the mean over all ranks. Collective; drain first."""
+        """Return the mean of :meth:`statistics` over all ranks. Collective; drain first."""
         mine, group = self.statistics(), self.tables.group
         values = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.tables.device)
         everyone = [torch.empty_like(values) for _ in range(group.size())]
-        dist.all_gather(everyone, values, group=group)  # the lane moves it; to reduce, gloo would have to be connected
+        dist.all_gather(everyone, values, group=group)  # over the lane; an all-reduce would need a gloo connection
         return dict(zip(mine, torch.stack(everyone).mean(dim=0).tolist()))
 
     def statistics(self) -> dict[str, float]:
-        """Return totals on this rank since the start, over all collections, see :data:`report.COUNTS`, and ``steps``.
+        """Return totals on this rank over all collections, named as in :data:`report.COUNTS`, and ``steps``.
 
-        Those are the optimizer steps that have begun while any collection was overlapped.
+        ``steps`` is the number of optimizer steps that began while a collection was overlapped.
         """
         totals = self._totals_of_closed + [collection.statistics.totals() for collection in self.collections.values()]
         return {"steps": self._steps_counted, **{name: sum(total[name] for total in totals) for name in COUNTS}}

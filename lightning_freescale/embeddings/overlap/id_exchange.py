@@ -1,8 +1,8 @@
-"""Messages with a head: the state of each rank, the rows it asks for, and gradients.
+"""Messages with a head: the state of each rank, the rows it requests, and gradients.
 
-A message that carries several things is one flat tensor of floats with a part per rank. A part begins with some bytes and goes
-on with rows, both at multiples of a row's width, so that rows are gathered straight into their place. A receiver bounds what
-arrives: a slot may be longer than the part that lands in it.
+A message is one flat tensor of floats with a part per rank. A part begins with bytes, followed by rows. Both start at multiples
+of the row width, so that rows are gathered directly into place. A receiver knows an upper bound of each part: a slot may be
+longer than the part that arrives in it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, Ro
 from lightning_freescale.embeddings.overlap.transport import Transport
 
 _FEW_RANKS = 32
-"""Up to here a slice per rank costs less than an index of all numbers."""
+"""Up to this number of ranks, a slice per rank is faster than an index of all numbers."""
 
 
 def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return ``counts[k]`` numbers from ``starts[k]`` on, one range after the other."""
+    """Return the concatenated ranges of ``counts[k]`` numbers from ``starts[k]`` on."""
     before = [*accumulate(counts, initial=0)]
     shifts = torch.tensor([start - done for start, done in zip(starts, before)], device=device)
     shifts = torch.repeat_interleave(shifts, torch.tensor(counts, device=device), output_size=before[-1])
@@ -35,33 +35,33 @@ def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -
 
 
 def take(source: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return ``counts[k]`` elements of ``source`` from ``starts[k]`` on, one range after the other."""
+    """Return the concatenated slices of ``counts[k]`` elements of ``source`` from ``starts[k]`` on."""
     if len(counts) > _FEW_RANKS:
         return source[ranges(starts, counts, source.device)]
     return torch.cat([source[start : start + count] for start, count in zip(starts, counts)])
 
 
 def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor) -> None:
-    """Write ``values`` to where :func:`take` would read them."""
+    """Write ``values`` to the positions that :func:`take` reads."""
     if len(counts) > _FEW_RANKS:
-        target[ranges(starts, counts, target.device)] = values.to(target.dtype)  # an index does not convert, as a slice does
+        target[ranges(starts, counts, target.device)] = values.to(target.dtype)  # unlike a slice, an index does not convert
         return
     for start, count, part in zip(starts, counts, values.split_with_sizes(counts)):
         target[start : start + count] = part
 
 
 class PartLayout:
-    """Where the parts of a message lie.
+    """The positions of the parts of a message.
 
     Args:
-        dim: width of a row, in floats.
-        preambles: bytes before the rows, by rank.
-        rows: rows, by rank.
+        dim: the width of a row, in floats.
+        preambles: the number of bytes before the rows, by rank.
+        rows: the number of rows, by rank.
 
     Attributes:
-        starts: where each part begins, counted in rows, and the end of the last.
-        first_rows: where its rows begin, counted in rows.
-        sizes: floats per part.
+        starts: the start of each part and the end of the last, in rows.
+        first_rows: the start of the rows of each part, in rows.
+        sizes: the size of each part, in floats.
     """
 
     def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
@@ -73,49 +73,49 @@ class PartLayout:
 
     @property
     def length(self) -> int:
-        """Length of the message, counted in rows."""
+        """The length of the message, in rows."""
         return self.starts[-1]
 
     def words(self, offset: int = 0) -> list[int]:
-        """Return where each part begins, counted in words of 4 bytes, ``offset`` words further on."""
+        """Return the start of each part plus ``offset``, in words of 4 bytes."""
         return [start * self._dim + offset for start in self.starts[:-1]]
 
     def octets(self) -> list[int]:
-        """Return where each part begins, counted in bytes."""
+        """Return the start of each part, in bytes."""
         return [4 * start * self._dim for start in self.starts[:-1]]
 
 
 class NextIds(IntEnum):
-    """What a rank knows of the ids of the batch that follows."""
+    """What a rank knows of the ids of the next batch."""
 
     UNKNOWN = 0  # they cannot be known ahead
-    ENDED = 1  # there is no such batch
+    ENDED = 1  # there is no next batch
     REQUESTED = 2  # they are in this message
-    LATER = 3  # they may be in the next one: all ranks send another
-    ANNOUNCED = 4  # they were in a message before
-    DRAINING = 5  # none are asked for: this message only carries gradients
-    EVALUATING = 6  # the message belongs to no step: it asks for the rows of a lookup without gradients
+    LATER = 3  # they may be in the next message, which all ranks send
+    ANNOUNCED = 4  # they were in an earlier message
+    DRAINING = 5  # no ids: this message contains gradients only
+    EVALUATING = 6  # the message belongs to no step: it requests the rows of a lookup without gradients
 
 
 class LookedUp(IntEnum):
-    """What a rank's model has looked up in the current batch."""
+    """The lookups of a rank in the current batch."""
 
     PREDICTED = 0  # the ids that were submitted ahead
-    OTHERS = 1  # others, or ids that were not submitted: they follow
-    MORE = 2  # others beside those: they are in this message, which is sent anew once their rows have come
+    OTHERS = 1  # other ids, or ids that were not submitted; they follow
+    MORE = 2  # more ids in this message, which is repeated after their rows have been sent
     WRONG = 3  # ids that have no row; the error follows
 
 
 class Head(NamedTuple):
     """The first numbers of a message, each of 32 bits."""
 
-    number: int  # of the message, so that ranks which have lost step notice
-    state: int  # :class:`NextIds`
-    lookup: int  # :class:`LookedUp`
-    ids: int  # rows asked of the receiver in this message
-    most_ids: int  # the most that the sender asks of any rank
-    other_ids: int  # rows asked of the receiver for the current batch
-    gradients: int  # rows whose gradients follow
+    number: int  # number of the message, to detect ranks that are out of step
+    state: int  # NextIds
+    lookup: int  # LookedUp
+    ids: int  # number of rows requested from the receiver in this message
+    most_ids: int  # largest number of rows that the sender requests from any rank
+    other_ids: int  # number of rows requested from the receiver for the current batch
+    gradients: int  # number of rows whose gradients follow
     moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
     gives_up: int  # whether the sender gives up the prediction of ids
@@ -123,52 +123,37 @@ class Head(NamedTuple):
 
 
 class KnownIds(NamedTuple):
-    """What this rank knows of the ids of the batch that follows.
-
-    Attributes:
-        state: whether it knows them.
-        lookups: the ids, by lookup.
-        gives_up: whether this rank gives up the prediction of ids.
-    """
+    """What this rank knows of the ids of the next batch."""
 
     state: NextIds
     lookups: Sequence[KeyedJaggedTensor]
-    gives_up: bool
+    gives_up: bool  # whether this rank gives up the prediction of ids
 
 
 @dataclass(frozen=True)
 class IdsToSend:
-    """What this rank has to tell.
-
-    Attributes:
-        state: of the ids of the next batch.
-        request: the rows that it needs.
-        gives_up: whether this rank gives up the prediction of ids.
-        moves: whether it has a gradient of the current batch.
-        evaluated: as in :class:`Head`.
-        before: what had come in of the same batch in an earlier message, by which ranks that ask for nothing now stand.
-    """
+    """The content of a message of this rank, without gradients."""
 
     state: NextIds
     request: RowRequest
-    gives_up: bool = False
-    moves: bool = False
-    evaluated: int = 0
-    before: IncomingRows | None = None
+    gives_up: bool = False  # as in Head
+    moves: bool = False  # as in Head
+    evaluated: int = 0  # as in Head
+    before: IncomingRows | None = None  # incoming rows of an earlier message; they stay valid for ranks without a request now
 
 
 _IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
 _FEWEST_IDS = 1024
-"""Ids that a part has room for at first; what does not fit goes in one more exchange, and the room grows for the next."""
+"""The initial number of ids that a part has room for. The rest goes in one more exchange, and the room grows for the next."""
 
 
 def heads_travel_apart(device: torch.device) -> bool:
-    """Whether heads go from host to host, in a message of their own: from a GPU the host would have to wait for them."""
+    """Return whether heads are sent from host to host separately: the host would have to wait for heads on a GPU."""
     return device.type == "cuda"
 
 
 class IdExchange:
-    """Sends ``[head | rows by slot | ids | gradients]`` to every owner; ``slots`` are per rank as in :class:`.RowRequest`."""
+    """Sends ``[head | rows by slot | ids | gradients]`` to every owner, with ``slots`` as in :class:`.RowRequest`."""
 
     def __init__(self, transport: Transport, slots: int) -> None:
         self._transport, self._slots = transport, slots
@@ -187,19 +172,19 @@ class IdExchange:
         gradients: Tensor,
         other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
-        """Tell every rank what it is asked for. Collective.
+        """Send every rank the head, the requested rows and gradients. Collective.
 
         Args:
             sent: the ids.
             updates: whether an optimizer step follows the current batch.
-            lookup: what the model has looked up in it.
-            given: the rows of a batch whose gradients go along.
-            gradients: of all its requested rows, shape ``[rows, dim]``.
-            other_ids: rows that each rank is asked for in the current batch; None for no rows.
+            lookup: the lookups of the model in the current batch.
+            given: the rows of a batch whose gradients are included.
+            gradients: the gradients of all its requested rows, shape ``[rows, dim]``.
+            other_ids: the number of rows requested from each rank for the current batch; None for no rows.
 
         Returns:
-            The heads of all ranks, the rows they ask for, and the gradients that came, shape ``[len(given.incoming), dim]``;
-            those of a rank that sends none are undefined.
+            The heads of all ranks, the rows they request, and the received gradients, shape ``[len(given.incoming), dim]``.
+            The gradients of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, moves = max(sent.request.sizes), int(sent.moves)
@@ -212,10 +197,10 @@ class IdExchange:
         if self._slots:
             numbers[:, len(head) :] = sent.request.slots
         exchange = self._exchange_apart if self._apart else self._exchange_together
-        told, rows, came = exchange(sent.request, numbers, given, gradients)
-        heads = [Head(*each[: len(head)]) for each in told]
-        by_slot = torch.tensor([each[len(head) :] for each in told]) if self._slots else self._no_slots
-        return heads, IncomingRows(rows.long(), [answer.ids for answer in heads], by_slot), came
+        answers, rows, came = exchange(sent.request, numbers, given, gradients)
+        heads = [Head(*each[: len(head)]) for each in answers]
+        by_slot = torch.tensor([each[len(head) :] for each in answers]) if self._slots else self._no_slots
+        return heads, IncomingRows(rows.long(), [each.ids for each in heads], by_slot), came
 
     def _exchange_together(
         self, request: RowRequest, numbers: np.ndarray, given: SomeRows, gradients: Tensor
@@ -233,33 +218,33 @@ class IdExchange:
 
         received_words = received.view(torch.int32).view(-1)
         words = received_words.numpy()
-        told = [words[start : start + preamble].tolist() for start in slots.words()]
-        asked = [each[_IDS] for each in told]
+        answers = [words[start : start + preamble].tolist() for start in slots.words()]
+        asked = [each[_IDS] for each in answers]
         arrived = [min(ids, room) for ids in asked]
         rows = take(received_words, slots.words(preamble), arrived) if any(arrived) else received_words[:0]
-        came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids, wherever the slot ends
+        came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids directly, before the end of the slot
         starts = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
-        most = max(each[_MOST_IDS] for each in told)
+        most = max(each[_MOST_IDS] for each in answers)
         if most > room:
             rows = self._send_rest(request, counts, rows, arrived, asked)
             self._room = 1 << most.bit_length()
-        return told, rows, take(received, starts, given.incoming.sizes)
+        return answers, rows, take(received, starts, given.incoming.sizes)
 
     def _exchange_apart(
         self, request: RowRequest, numbers: np.ndarray, given: SomeRows, gradients: Tensor
     ) -> tuple[list[list[int]], Tensor, Tensor]:
-        told = self._transport.exchange_numbers(numbers)
-        asked, gradient_rows = [each[_IDS] for each in told], [each[_GRADIENTS] for each in told]
+        answers = self._transport.exchange_numbers(numbers)
+        asked, gradient_rows = [each[_IDS] for each in answers], [each[_GRADIENTS] for each in answers]
         message, parts = self._pack(request, request.sizes, given, gradients)
         slots = self._layout(asked, gradient_rows)
         received = self._transport.rows(slots.length)
         self._transport.exchange(received, message, parts.sizes, slots.sizes, exact=True)
         self._transport.count("ids", 4, request.sizes)
         rows = take(received.view(torch.int32).view(-1), slots.words(), asked)
-        return told, rows, take(received, slots.first_rows, gradient_rows)
+        return answers, rows, take(received, slots.first_rows, gradient_rows)
 
     def exchange_other(self, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]) -> IncomingRows:
-        """Ask for the rows of the current batch, by the ranks marked in ``asks``; return what they ask for. Collective."""
+        """Exchange the requests for rows of the current batch of the ranks marked in ``asks``. Collective."""
         slots, mine = self._slots, asks[self._transport.rank]
         gets = [head.other_ids + slots if asking else 0 for head, asking in zip(heads, asks)]
         gives = [size + slots if mine else 0 for size in request.sizes]
@@ -276,7 +261,7 @@ class IdExchange:
         return PartLayout(self._transport.dim, [4 * (self._preamble + count) for count in ids], rows)
 
     def _pack(self, request: RowRequest, counts: list[int], given: SomeRows, gradients: Tensor) -> tuple[Tensor, PartLayout]:
-        """Return a message with the first ``counts[rank]`` ids for each rank, and gradients; without heads."""
+        """Return a message with the first ``counts[rank]`` ids for each rank and gradients, without heads."""
         parts = self._layout(counts, given.requested.sizes)
         message = self._transport.rows(parts.length)
         if given.requested.index.numel():
@@ -291,7 +276,7 @@ class IdExchange:
     def _send_rest(
         self, request: RowRequest, counts: list[int], rows: Tensor, arrived: list[int], asked: Sequence[int]
     ) -> Tensor:
-        """Exchange the ids that did not fit, and return all that came, by rank."""
+        """Exchange the ids that did not fit; return all ids by rank."""
         gives = [size - count for size, count in zip(request.sizes, counts)]
         gets = [ids - count for ids, count in zip(asked, arrived)]
         starts = [start + count for start, count in zip(_starts(request.sizes), counts)]

@@ -1,4 +1,4 @@
-"""The rows that this rank owns: reading them, and updating them with the kernels of TorchRec."""
+"""The rows that this rank owns: reading them, and updating them with TorchRec's kernels."""
 
 from __future__ import annotations
 
@@ -21,31 +21,24 @@ from lightning_freescale.embeddings.shards import ShardedTables, kernels, prepar
 
 @dataclass(frozen=True)
 class LocalTable:
-    """A table's rows on this rank.
+    """A table's rows on this rank."""
 
-    Attributes:
-        index: the table's place in the layout.
-        key: the table's key.
-        first_row: number of its first row here.
-        weight: live view, shape ``[rows, columns]``; the columns behind the width of a row are padding.
-    """
-
-    index: int
+    index: int  # index of the table in the layout
     key: str
-    first_row: int
-    weight: Tensor
+    first_row: int  # number of its first row here
+    weight: Tensor  # live view, shape [rows, columns]; columns beyond the width of a row are padding
 
 
 class TableKernel:
     """Tables that one FBGEMM kernel updates together.
 
     Args:
-        module: FBGEMM's module.
-        features: the table of each of its features, by its place in the layout.
-        tables: its tables by their place in the layout.
+        module: the FBGEMM module.
+        features: for each of its features, the index of the table in the layout.
+        tables: its tables by their index in the layout.
 
     Attributes:
-        cached: whether the newest values of rows may be in a cache of the GPU only.
+        cached: whether the newest values of rows may exist only in a cache of the GPU.
     """
 
     def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable]) -> None:
@@ -56,16 +49,16 @@ class TableKernel:
 
     @torch.no_grad()
     def look_up(self, index: int, rows: Tensor) -> Tensor:
-        """Return rows of a table by FBGEMM's lookup, which finds those that are cached. Not tested on GPU."""
+        """Return rows of a table by FBGEMM's lookup, which finds cached rows. Not tested on GPU."""
         counts = torch.zeros(self._features + 1, dtype=torch.int64)
         counts[self._feature_of[index] + 1] = len(rows)
         with _row_by_row(self.module):
             return self.module(indices=rows, offsets=counts.cumsum(0).to(rows.device))
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
-        """Update all rows given by table, once each; gradients of a row that is there several times are added up in order.
+        """Update the given rows, by table. Gradients of a row that occurs several times are summed in order.
 
-        ``settings`` has those of all tables of the layout; FBGEMM has those of a kernel's tables in common.
+        ``settings`` has those of all tables of the layout; FBGEMM has one setting for all tables of a kernel.
         """
         given = sorted((self._feature_of[index], index) for index in rows)
         counts = torch.zeros(self._features + 1, dtype=torch.int64)
@@ -74,7 +67,7 @@ class TableKernel:
         ids = torch.cat([rows[index][0] - self.tables[index].first_row for _, index in given])
         gradients = torch.cat([rows[index][1] for _, index in given])
         prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
-        # by itself, autograd runs the CUDA backwards of all threads on one thread: a model's backward that waits for this
+        # without this, autograd runs the CUDA backwards of all threads on one thread: a model's backward that waits for this
         # update, as a state_dict() in a hook does, would wait forever
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _row_by_row(self.module):
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
@@ -82,7 +75,7 @@ class TableKernel:
 
 @contextmanager
 def _row_by_row(module: Any) -> Iterator[None]:
-    """Have a kernel of bags look rows up one by one meanwhile: how it pools is an argument of every call of FBGEMM's."""
+    """Let a kernel of bags look up single rows in the context; FBGEMM passes the pooling mode in every call."""
     pooling = module.pooling_mode
     module.pooling_mode = PoolingMode.NONE
     try:
@@ -92,10 +85,10 @@ def _row_by_row(module: Any) -> Iterator[None]:
 
 
 class CpuKernel(TableKernel):
-    """Tables on the CPU: the update that FBGEMM's backward ends in is called by itself, without the forward before it."""
+    """Tables on the CPU, updated by the operator of FBGEMM's backward without a forward."""
 
-    # FBGEMM's operators for bags, here of one row each, are ten times as fast as those for rows, and give the same bits. For
-    # row-wise Adagrad they do not: they leave out the weight decay.
+    # FBGEMM's operators for bags, here of one row each, are ten times as fast as those for rows, with the same bits. The
+    # exception is row-wise Adagrad, where they omit the weight decay.
     _OPERATORS: ClassVar = {
         EmbOptimType.EXACT_SGD: ("backward_codegen_sgd", ()),
         EmbOptimType.EXACT_ADAGRAD: ("backward_codegen_adagrad", ("eps",)),
@@ -118,7 +111,7 @@ class CpuKernel(TableKernel):
         }
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
-        """Update all rows given by table, as :meth:`TableKernel.update` does, to the bit."""
+        """Update the given rows, by table, with bitwise the results of :meth:`TableKernel.update`."""
         module = self.module
         for index, (numbers, gradients) in rows.items():
             if settings[index] is not self._prepared:  # a step has several updates
@@ -140,7 +133,7 @@ class CpuKernel(TableKernel):
             )
 
     def _place(self, feature: int, size: int) -> tuple[Any, Tensor, Any]:
-        """Return where a feature's table is in the kernel's memory, its size, and where its state is."""
+        """Return the place of a feature's table in the kernel's memory, its size, and the place of its state."""
         module, here = self.module, slice(feature, feature + 1)
         place = module.weights_placements[here], module.weights_offsets[here]
         state: Any = ()
@@ -150,12 +143,12 @@ class CpuKernel(TableKernel):
 
 
 class AdamKernel(TableKernel):
-    """Tables that are updated by Adam on CPU, where FBGEMM has none: its module only holds the rows.
+    """Tables updated by Adam on the CPU, which FBGEMM does not support: its module only holds the rows.
 
     Args:
-        states: of each table, by its place in the layout.
-        arguments: of the optimizer, in FBGEMM's words, where no parameter group sets them.
-        others: as for :class:`TableKernel`.
+        states: the state of each table, by its index in the layout.
+        arguments: optimizer arguments by FBGEMM's names, for tables whose parameter group does not set them.
+        others: see :class:`TableKernel`.
     """
 
     def __init__(self, states: dict[int, dict[str, Tensor]], arguments: Mapping[str, Any], *others: Any) -> None:
@@ -163,7 +156,7 @@ class AdamKernel(TableKernel):
         self._states, self._arguments = states, arguments
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
-        """Update all rows given by table, once each."""
+        """Update the given rows, by table."""
         for index, (numbers, gradients) in rows.items():
             merged, sums = add_up(numbers - self.tables[index].first_row, gradients)
             arguments, step = {**self._arguments, **settings[index].options}, settings[index].step
@@ -171,10 +164,10 @@ class AdamKernel(TableKernel):
 
 
 def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every row once, and its gradients added up in order: shapes ``[rows]`` and ``[rows, dim]``."""
+    """Return the distinct rows and the sums of their gradients in order: shapes ``[rows]`` and ``[rows, dim]``."""
     merged, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
     order = torch.argsort(inverse, stable=True)
-    # not index_add_, which on CUDA adds in any order
+    # index_add_ would add in any order on CUDA
     return merged, torch.embedding_bag(gradients, order, counts.cumsum(0) - counts)[0]
 
 
@@ -182,12 +175,12 @@ class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
     Attributes:
-        layout: where the collection's rows are.
-        kernels: update the rows.
-        dim: width of a row.
-        clip_value: limit of every element of a row's gradient, added up, in :meth:`update`; None for none.
+        layout: the layout of the collection's rows.
+        kernels: the kernels that update the rows.
+        dim: the width of a row.
+        clip_value: the limit of every element of a row's summed gradient in :meth:`update`; None for no limit.
         rank: this rank.
-        count: rows owned.
+        count: the number of owned rows.
     """
 
     def __init__(
@@ -206,14 +199,14 @@ class LocalRows:
     def from_module(
         cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables, clip_value: float | None = None
     ) -> LocalRows:
-        """Return what TorchRec's sharded ``module`` holds of the tables of ``collection``, all of one width, on this rank."""
+        """Return this rank's rows of the tables of ``collection``, all of one width, in TorchRec's sharded ``module``."""
         rank = tables.group.rank()
         index_of = {(table.name, table.first_column): index for index, table in enumerate(collection.tables)}
         found: list[TableKernel] = []
         for kernel in kernels(module):
             specs = kernel._config.embedding_tables
             keys = [(spec.name, spec.local_metadata.shard_offsets[1]) for spec in specs]
-            if keys[0] not in index_of:  # of another width
+            if keys[0] not in index_of:  # another width
                 continue
             indices = [index_of[key] for key in keys]
             held = {}
@@ -230,23 +223,22 @@ class LocalRows:
         return cls(layout, rank, found, collection.tables[0].dim, clip_value)
 
     def first_row(self, table: int) -> int:
-        """Return the number of the first row of a table."""
         return int(self.layout.first_row[self.rank, table])
 
     def weight(self, table: int) -> Tensor:
-        """Return all rows of a table that this rank owns: a live view, shape ``[rows, dim]``.
+        """Return a live view of all rows of a table that this rank owns, shape ``[rows, dim]``.
 
         Raises:
             ValueError: the newest values may be in a cache of the GPU.
         """
         if table in self._cached:
             name = self.layout.tables[table].name
-            raise ValueError(f"all rows of table {name!r}, which is cached on the GPU: plan it in the GPU's memory")
+            raise ValueError(f"All rows of table {name!r} are needed, but it is cached on the GPU. Plan it in GPU memory.")
         found = [weight for held, weight in zip(self._tables, self._weights) if held.index == table]
         return found[0] if found else torch.empty(0, self.dim, device=self.layout.device)
 
     def places(self, table: int, ids: Tensor) -> Tensor:
-        """Return the place of each id among this rank's rows of a table; no place of one for rows of other ranks."""
+        """Return the index of each id among this rank's rows of a table; outside of its range for rows of other ranks."""
         first = self.layout.starts[self.layout.places[self.rank]] + self.first_row(table)
         return self.layout.keys(table, ids) - first
 
@@ -266,16 +258,16 @@ class LocalRows:
     def _read(self, place: int, rows: Tensor) -> Tensor:
         index = self._tables[place].index
         if index in self._cached:
-            return self._cached[index].look_up(index, rows)[:, : self.dim].contiguous()  # it is sent as it lies in memory
+            return self._cached[index].look_up(index, rows)[:, : self.dim].contiguous()  # it is sent as laid out in memory
         return self._weights[place].index_select(0, rows)
 
     def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:
         """Do one optimizer step for these rows.
 
         Args:
-            rows: shape ``[rows]``; a row that is there several times gets the sum, added up in this order.
+            rows: shape ``[rows]``. A row that occurs several times gets the sum of its gradients, added in this order.
             gradients: shape ``[rows, dim]``; columns of padding get zeros.
-            settings: of each table, by its place in the layout.
+            settings: the settings of each table, by its index in the layout.
         """
         if not rows.numel():
             return
@@ -290,7 +282,7 @@ class LocalRows:
                 kernel.update(given, settings)
 
     def clipped(self, rows: Tensor, settings: Sequence[UpdateSettings]) -> Tensor | slice:
-        """Return an index of those of ``rows`` whose tables clipping takes in."""
+        """Return an index of the ``rows`` whose tables are clipped."""
         tables = [table.index for table in self._tables if settings[table.index].clipped]
         if len(tables) == len(self._tables):
             return slice(None)
@@ -299,7 +291,7 @@ class LocalRows:
     def write_counts(self) -> list[int]:
         """Return torch's count of writes to each table.
 
-        FBGEMM's updates and ours do not raise a tensor's version, so any change comes from other code.
+        Updates by FBGEMM and by this package do not change a tensor's version, so any change is from other code.
         """
         return [table.weight._version for table in self._tables]
 
@@ -309,7 +301,7 @@ class LocalRows:
         return rows, sums.clamp_(-self.clip_value, self.clip_value)
 
     def _by_table(self, rows: Tensor, gradients: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the tables that have any of ``rows``, each with its rows and gradients."""
+        """Return the rows and gradients of each table that has any of ``rows``."""
         if len(self._tables) == 1:
             return {self._tables[0].index: (rows, gradients)}
         table_of_row = self._table_of(rows)
@@ -318,5 +310,5 @@ class LocalRows:
         return {index: (rows.index_select(0, here), gradients.index_select(0, here)) for index, here in given}
 
     def _table_of(self, rows: Tensor) -> Tensor:
-        # tables without rows here share their first number with the next one: the last of them holds the row
+        # a table without rows here has the same first number as the next table: the last of them holds the row
         return torch.bucketize(rows, self._first_rows, right=True) - 1

@@ -1,7 +1,4 @@
-"""The forward of a sharded module while the overlap engine has it.
-
-It looks up rows and makes of them what the unsharded module returns, bit by bit.
-"""
+"""The forward of a sharded module under the overlap engine, with bitwise the results of the unsharded module."""
 
 from __future__ import annotations
 
@@ -15,18 +12,17 @@ from torch import Tensor
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_freescale.embeddings.collections import Collection
-from lightning_freescale.embeddings.overlap.catalogue_table import CatalogueTable
+from lightning_freescale.embeddings.overlap.catalogue_table import CatalogueTable, RankedSamples, ranks_over_shards
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
-from lightning_freescale.embeddings.overlap.evaluation import Evaluation
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables, refuse_whole_use
 
 _SUM, _MEAN = 0, 1
-"""Modes of torch.embedding_bag."""
+"""Modes of ``torch.embedding_bag``."""
 
 
 def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the ids alone: their weights stay on this rank, and may be others than were expected."""
+    """Return the ids without weights. Weights stay on this rank, and may differ from the expected ones."""
     if features.weights_or_none() is None:
         return features
     variable = features.variable_stride_per_key()
@@ -42,16 +38,16 @@ def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 class _Output:
-    """The results of a collection, made of rows.
+    """Converts rows to the output of a collection.
 
-    There is one result for each feature of a table. Where a plan splits the columns of the table, a result consists of parts.
+    The output has one result per feature of a table. If a plan splits the columns of the table, a result consists of parts.
     """
 
     def __init__(self, collection: Collection, layouts: Sequence[RowLayout]) -> None:
         self._collection, self._layouts = collection, layouts
         looked_up = [(feature, table) for table in collection.tables for feature in table.features]
         self._features = [feature for feature, _ in looked_up]
-        # as TorchRec names them
+        # names as in TorchRec
         names = [each if self._features.count(each) == 1 else f"{each}@{table.name}" for each, table in looked_up]
         self._names, self._widths = names, [table.dim for _, table in looked_up]
         results = {(feature, table.name): place for place, (feature, table) in enumerate(looked_up)}
@@ -61,22 +57,20 @@ class _Output:
         self._part_counts = [sum(result == place for result, _ in keys) for place in range(len(looked_up))]
 
     def _parts(self, given: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return what each layout has for each of its features in the order of results, and of the columns in a result."""
+        """Return the parts by layout and feature, in the order of results and of the columns within a result."""
         parts = [each for of_layout in given for each in of_layout]
         return [parts[place] for place in self._order]
 
 
 class SequenceOutput(_Output):
-    """Makes of rows what the unsharded EmbeddingCollection returns."""
+    """Returns the output of an unsharded EmbeddingCollection."""
 
     def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> dict[str, JaggedTensor]:
         """Return the rows of a lookup by feature.
 
-        Args:
-            features: the ids.
-            rows: of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
+        ``rows`` has the rows of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
         """
-        # a feature that is alone needs no offsets: on CUDA the host would wait for them
+        # a single feature needs no offsets, for which the host would wait on CUDA
         jagged: dict[str, Any] = {
             feature: features if len(features.keys()) == 1 else features[feature] for feature in self._features
         }
@@ -85,7 +79,7 @@ class SequenceOutput(_Output):
         for layout, each in zip(self._layouts, rows):
             counts = [ids[feature] for feature, _ in layout.features]
             starts = [0, *accumulate(counts)]
-            # the caller may change rows in place: torch forbids that for what split returns, and copies if it is a view
+            # the caller may change rows in place: torch forbids that for results of split, and copies if it is a view
             given.append([each.narrow(0, *span) for span in zip(starts, counts)] if len(counts) > 1 else [each])
         columns, outputs = iter(self._parts(given)), {}
         for name, feature, count in zip(self._names, self._features, self._part_counts):
@@ -96,14 +90,12 @@ class SequenceOutput(_Output):
 
 
 class BagOutput(_Output):
-    """Makes of rows what the unsharded EmbeddingBagCollection returns."""
+    """Returns the output of an unsharded EmbeddingBagCollection."""
 
     def __call__(self, features: KeyedJaggedTensor, rows: Sequence[Tensor]) -> KeyedTensor:
         """Return the pooled rows of a lookup.
 
-        Args:
-            features: the ids, with weights if the collection is weighted.
-            rows: of every id by layout, each of shape ``[ids, dim]`` in the layout's order of features.
+        ``features`` has weights if the collection is weighted. ``rows`` is as for :class:`SequenceOutput`.
         """
         pooled = [self._pooled(features, layout, given) for layout, given in zip(self._layouts, rows)]
         return KeyedTensor(self._names, self._widths, torch.cat(self._parts(pooled), dim=1))
@@ -117,9 +109,9 @@ class BagOutput(_Output):
             lengths = _in_order(lengths, strides, order)
             weights = None if weights is None else _in_order(weights, features.length_per_key(), order)
         bags = [strides[index] for index in order]
-        sums = sum(not layout.tables[table].mean for _, table in layout.features)  # these come first
+        sums = sum(not layout.tables[table].mean for _, table in layout.features)  # tables that pool by the sum come first
         if 0 < sums < len(order):
-            ids, first = features.length_per_key(), sum(bags[:sums])  # on CUDA the host may wait here, as for a split
+            ids, first = features.length_per_key(), sum(bags[:sums])  # the host may wait here on CUDA, as for a split
             summed = sum(ids[index] for index in order[:sums])
             pooled = [
                 *_Pool.apply(rows[:summed], None, lengths[:first], _SUM).split(bags[:sums]),
@@ -130,7 +122,7 @@ class BagOutput(_Output):
         inverse = features.inverse_indices_or_none()
         if inverse is None:
             return pooled
-        names, samples = inverse  # bags that samples share are there once
+        names, samples = inverse  # samples may share bags
         return [each.index_select(0, samples[names.index(feature)]) for each, (feature, _) in zip(pooled, layout.features)]
 
 
@@ -140,8 +132,8 @@ def _in_order(values: Tensor, sizes: list[int], order: list[int]) -> Tensor:
 
 
 class _Pool(torch.autograd.Function):
-    # Every row belongs to one bag, so that the gradient of a row is that of its bag; the backward of torch's own would sort
-    # the rows first, to add up what several bags have of one.
+    # Every row belongs to one bag, so the gradient of a row is that of its bag. The backward of torch.embedding_bag would sort
+    # the rows first, to sum the gradients of a row over bags.
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, lengths: Tensor, mode: int) -> Tensor:
@@ -164,11 +156,75 @@ class _Pool(torch.autograd.Function):
         return of_rows * weights[:, None], of_weights, None, None
 
 
-class ModuleForward:
-    """Replaces the forward of TorchRec's module while the engine has it; everything else of the module stays.
+class Evaluation:
+    """Makes lookups outside of steps. Ranks may look up different modules, and make different numbers of lookups.
+
+    A lookup is one round of all ranks. Its first message, sent by the first collection, tells which module each rank looks up,
+    or by which table it ranks samples. Then the collections of these modules exchange rows, and the ranks exchange the samples.
+    A rank without further lookups joins the rounds of the others in :meth:`serve`.
 
     Attributes:
-        collection: what is sharded.
+        modules: the parts of each module by its path, in the same order on all ranks.
+        tables: the tables that rank samples, in the same order on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Sequence[OverlappedCollection]] = {}
+        self.tables: list[CatalogueTable] = []
+
+    def rows(self, path: str, ids: KeyedJaggedTensor) -> list[Tensor]:
+        """Return the rows of a lookup of the module at ``path`` by part, each of shape ``[ids, dim]``."""
+        return self._round(1 + list(self.modules).index(path), ids)[1]
+
+    def ranks(
+        self, table: CatalogueTable, hidden: Tensor, targets: Tensor, seen: Tensor | None, items: range | None = None
+    ) -> Tensor | None:
+        """Return how many items of a table come before each target; None in a step. See :class:`RankedSamples`."""
+        if table.in_step:
+            return None
+        seen = targets.new_empty(len(targets), 0) if seen is None else seen
+        samples = RankedSamples(hidden, targets, seen, range(table.table.rows) if items is None else items)
+        return self._round(1 + len(self.modules) + self.tables.index(table), samples=samples)[1][0]
+
+    def serve(self) -> None:
+        """Serve the lookups of other ranks until every rank has called this method."""
+        while self.modules and self._round(0)[0]:
+            pass
+
+    def _round(
+        self, number: int, ids: KeyedJaggedTensor | None = None, samples: RankedSamples | None = None
+    ) -> tuple[set[int], list[Tensor]]:
+        """Look up the module or rank samples by the table with a number; serve other ranks for number 0.
+
+        Return the numbers of all ranks, and the rows, or the ranks of the samples.
+        """
+        modules = list(self.modules.values())
+        collections = [part for parts in modules for part in parts]
+        for each in collections:
+            each.drain()
+        first = collections[0]
+        mine = modules[number - 1] if ids is not None else []
+        by_rank, found = first.evaluated(first.submit_evaluation(number, ids if first in mine else None))
+        rows, numbers = {first: found}, set(by_rank) - {0}
+        looked_up = [each - 1 for each in sorted(numbers) if each <= len(modules)]
+        others = [each for module in looked_up for each in modules[module] if each is not first]
+        # submit all before waiting for any
+        jobs = [(each, each.submit_evaluation(number, ids if each in mine else None)) for each in others]
+        rows |= {each: each.evaluated(job)[1] for each, job in jobs}
+        results = [rows[each] for each in mine]
+        for other in sorted(numbers)[len(looked_up) :]:
+            table = self.tables[other - len(modules) - 1]
+            asks = samples is not None and other == number
+            ranks = ranks_over_shards(table, samples if samples is not None and asks else RankedSamples.none(table))
+            results += [ranks] if asks else []
+        return numbers, results
+
+
+class ModuleForward:
+    """Replaces the forward of TorchRec's module until :meth:`close`; the rest of the module is unchanged.
+
+    Attributes:
+        collection: the sharded collection.
         parts: its tables by width.
     """
 
@@ -197,15 +253,15 @@ class ModuleForward:
                 evaluation.tables.append(catalogue)
                 weight.freescale_ranks = partial(evaluation.ranks, catalogue)
         self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: self.drain())
-        # wrong ids are an error on every rank, which the ranks tell each other; several lookups are one update
+        # the engine raises errors of ids on every rank, and makes one update of several lookups
         module.freescale_sharding.checks.enabled = False
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Return what the unsharded collection would."""
-        return self._output(features, self.rows(self.ids_of(features)))
+        """Return the output of the unsharded collection."""
+        return self._output(features, self.rows(without_weights(features)))
 
     def rows(self, ids: KeyedJaggedTensor) -> list[Tensor]:
-        """Return the rows of a lookup by part, each of shape ``[ids, dim]`` in the order of its layout's features."""
+        """Return the rows of a lookup by part, each of shape ``[ids, dim]`` in the layout's order of features."""
         in_step = self.parts[0].step.open
         if not in_step:
             rows = self._evaluation.rows(self.collection.path, ids)
@@ -213,28 +269,24 @@ class ModuleForward:
                 rows = [_refuse_gradient(each, self.collection.path) for each in rows]
         elif not torch.is_grad_enabled():
             rows = [part.rows_without_gradient(ids) for part in self.parts]
-        elif torch._C._current_graph_task_id() != -1:  # in a backward: activation checkpointing computes something again
+        elif torch._C._current_graph_task_id() != -1:  # during backward: activation checkpointing recomputes a module
             rows = [part.rows_again(ids) for part in self.parts]
         else:
-            noted = [part.note(ids) for part in self.parts]  # of all, before any waits: other ranks wait for what they look up
+            noted = [part.note(ids) for part in self.parts]  # before any part waits: other ranks wait for their announcement
             rows = [part.rows(lookup) for part, lookup in zip(self.parts, noted)]
         return rows
 
-    def ids_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return what of a lookup the other ranks have to know."""
-        return without_weights(features)
-
     def drain(self) -> None:
-        """Wait until every update of the steps before is in the tables. Collective between two steps."""
+        """Wait until every update of earlier steps is in the tables. Collective between two steps."""
         for part in self.parts:
             part.drain()
 
     def sizes_of_losses(self) -> list[str]:
-        """Return what losses over all rows of its tables send and hold."""
+        """Describe the messages and memory of losses over all rows of its tables."""
         return [catalogue.sizes_of_use() for catalogue in self._catalogues.values() if catalogue.most_positions]
 
     def forget_copies(self) -> None:
-        """Release copies of whole tables, because these change."""
+        """Release copies of whole tables because the tables change."""
         for catalogue in self._catalogues.values():
             catalogue.copied = None
 
@@ -243,7 +295,7 @@ class ModuleForward:
         return [(key, held[key]) for key in self._catalogues]
 
     def close(self, farewell: bool) -> None:
-        """Give TorchRec's forward back, and end the exchanges."""
+        """Restore TorchRec's forward, and end the exchanges."""
         del self._module.forward
         for key, weight in self._weights():
             weight.freescale_catalogue = partial(refuse_whole_use, key)
@@ -255,12 +307,12 @@ class ModuleForward:
 
 
 def _refuse_gradient(rows: Tensor, path: str) -> Tensor:
-    """Return rows that were looked up outside of a step as part of a graph; their gradient is an error."""
+    """Return rows that were looked up outside of a step as part of a graph whose backward raises an error."""
 
     def refuse(gradient: Tensor) -> NoReturn:
         raise ValueError(
-            f"embedding collection {path!r}: backward through rows that were looked up outside of a training step would not "
-            "update its tables. Look them up in training_step, or under torch.no_grad() if the tables need no gradient"
+            f"Embedding collection {path!r}: backward through rows that were looked up outside of a training step would not "
+            "update the tables. Look them up in training_step, or under torch.no_grad() if the tables need no gradient."
         )
 
     rows.requires_grad_().register_hook(refuse)

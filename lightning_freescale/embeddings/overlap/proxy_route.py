@@ -1,13 +1,13 @@
 """The two-level exchange: a row that several ranks of a node need crosses the network once, and so does its gradient.
 
-All nodes have equally many ranks, one node's after the other's. Rank ``l`` of a node is its proxy for the owners that are rank
+All nodes have the same number of ranks, numbered node by node. Rank ``l`` of a node is its proxy for the owners that are rank
 ``l`` of their nodes. There are two hops: near, among the ranks of a node, and far, among the ranks with one ``l``::
 
-    ids, gradients    a rank  -- near -->  the proxy in its node: each row once, gradients added up  -- far -->  the owner
-    rows, flags       a rank  <-- near --  the proxy, to all that asked                              <-- far --  the owner
+    ids, gradients    a rank  -- near -->  the proxy in its node: each row once, gradients summed  -- far -->  the owner
+    rows, flags       a rank  <-- near --  the proxy, to all ranks with a request                  <-- far --  the owner
 
-So to an owner the requesting ranks are the proxies of all nodes. Every rank sends its head to all proxies of its node, and a
-proxy's message contains the heads of its whole node: after both hops all ranks have the heads of all.
+So an owner receives requests from the proxies of all nodes. Every rank sends its head to all proxies of its node. A proxy's
+message contains the heads of its whole node, so after both hops all ranks have the heads of all ranks.
 """
 
 from __future__ import annotations
@@ -32,29 +32,23 @@ from lightning_freescale.embeddings.overlap.transport import Transport, new_grou
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of equally many ranks, one node's after the other's.
+    """Nodes with the same number of ranks, numbered node by node."""
 
-    Attributes:
-        ranks: of all nodes.
-        each: ranks of a node.
-    """
-
-    ranks: int
-    each: int
+    ranks: int  # ranks of all nodes
+    each: int  # ranks per node
 
     def __post_init__(self) -> None:
         if self.each < 1 or self.ranks % self.each:
             raise ValueError(
-                f"ranks_per_node={self.each!r} does not divide {self.ranks} ranks: pass how many ranks every node has"
+                f"ranks_per_node={self.each!r} does not divide {self.ranks} ranks. Pass the number of ranks of every node."
             )
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
         return self.ranks // self.each
 
     def others(self, rank: int) -> list[bool]:
-        """Return which ranks are on another node than ``rank``; nothing if there is one node."""
+        """Return which ranks are on another node than ``rank``; an empty list if there is one node."""
         return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
 
 
@@ -62,45 +56,40 @@ def nodes_with_proxies(exchange: str, nodes: Nodes | None, dedup: bool) -> Nodes
     """Return the nodes if ``exchange`` is ``"two_level"``, or None if it is ``"flat"``.
 
     Raises:
-        ValueError: the arguments of the engine do not fit each other, or there is nothing to gain by proxies.
+        ValueError: the arguments of the engine do not fit together, or proxies would save nothing.
     """
     if exchange not in ("flat", "two_level"):
-        raise ValueError(f"exchange={exchange!r}: pass 'flat' or 'two_level'")
+        raise ValueError(f"exchange={exchange!r} is unknown. Pass 'flat' or 'two_level'.")
     if exchange == "flat":
         return None
     if nodes is None:
-        raise ValueError("exchange='two_level', ranks_per_node=None: pass how many ranks every node has")
+        raise ValueError("exchange='two_level' does not work with ranks_per_node=None. Pass the number of ranks of every node.")
     if not dedup:
         raise ValueError(
-            "exchange='two_level', dedup=False: gradients are added up within a node first, so no sum is bitwise that of plain "
-            "TorchRec. Leave one of the two out"
+            "exchange='two_level' sums gradients within a node first, so it cannot be bitwise equal to TorchRec as dedup=False "
+            "promises. Leave out one of the two."
         )
     if nodes.count == 1 or nodes.each == 1:
         raise ValueError(
-            f"exchange='two_level' with {nodes.ranks} ranks and ranks_per_node={nodes.each}: it needs several nodes with "
-            "several ranks each. Use exchange='flat'"
+            f"exchange='two_level' with {nodes.ranks} ranks and ranks_per_node={nodes.each} saves nothing. It requires several "
+            "nodes with several ranks each. Use exchange='flat'."
         )
     return nodes
 
 
 @dataclass(frozen=True)
 class ProxyGroups:
-    """Process groups of one collection alone.
+    """Process groups of one collection only."""
 
-    Attributes:
-        near: of the ranks of this node.
-        far: of the ranks with this one's place in their nodes.
-    """
-
-    near: Any
-    far: Any
+    near: Any  # the ranks of this node
+    far: Any  # the ranks with the same index in their nodes
 
     @classmethod
     def connect(cls, nodes: Nodes, path: str, transport: str, timeout: timedelta | None, take_turns: bool) -> ProxyGroups:
-        """Make the groups of all nodes, on every rank in the same order, and connect this rank's. Collective.
+        """Create the groups of all nodes in the same order on every rank, and connect this rank's. Collective.
 
         Raises:
-            ValueError: several collections ``take_turns``, which they cannot do among some of the ranks.
+            ValueError: NCCL moves the rows, and several collections would have to ``take_turns`` within some of the ranks.
         """
         ranks, mine = range(nodes.ranks), []
         near = [list(ranks[node * nodes.each : (node + 1) * nodes.each]) for node in range(nodes.count)]
@@ -114,8 +103,8 @@ class ProxyGroups:
             group.connect()
             if group.moves_by_nccl and take_turns:
                 raise ValueError(
-                    f"exchange='two_level' with several embedding collections, {path!r} among them, whose rows NCCL moves: its "
-                    "exchanges cannot take turns among some of the ranks. Use exchange='flat', or transport='host'"
+                    f"exchange='two_level' does not support several embedding collections, such as {path!r}, if NCCL moves the "
+                    "rows. Collections cannot take turns within some of the ranks. Use exchange='flat' or transport='host'."
                 )
         return cls(*mine)
 
@@ -124,7 +113,7 @@ _WORDS = len(Head._fields)
 
 
 class ProxyRoute:
-    """Has the methods of :class:`.DirectRoute`, over the hops ``near`` and ``far``."""
+    """Implements the methods of :class:`.DirectRoute` with the hops ``near`` and ``far``."""
 
     def __init__(self, near: Transport, far: Transport, local: LocalRows, no_rows: RowRequest) -> None:
         self._near, self._far, self._local, self.no_rows = near, far, local, no_rows
@@ -150,28 +139,29 @@ class ProxyRoute:
         gradients: Tensor,
         other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
-        """Do as :meth:`IdExchange.exchange`, over both hops.
+        """Do :meth:`IdExchange.exchange` over both hops.
 
-        Where only some ranks of a node ask anew, its proxies ask again for what its others had asked for, too: an owner knows
-        the rows of a node, not of its ranks.
+        If only some ranks of a node request other rows, the proxies repeat the requests of the other ranks: an owner knows the
+        rows of a node, not of its ranks.
         """
         assert given.forwarded is not None
         near_given = SomeRows(given.requested, given.forwarded.asked)
-        told, new, came = self._near_ids.exchange(sent, updates, lookup, near_given, gradients)
-        forwarded = self._forwarded(self._asked(told, new, sent.before), torch.from_numpy(np.array(told, np.int64).reshape(-1)))
+        heads, new, came = self._near_ids.exchange(sent, updates, lookup, near_given, gradients)
+        words = torch.from_numpy(np.array(heads, np.int64).reshape(-1))
+        forwarded = self._forwarded(self._asked(heads, new, sent.before), words)
         requested, sums = self._nothing_requested, self._far.rows(0)
-        if [head.gradients for head in told] == near_given.incoming.sizes:  # else a rank asks for something instead
+        if [head.gradients for head in heads] == near_given.incoming.sizes:  # otherwise a rank sends a request in their place
             requested, sums = given.forwarded.request_rows, self._sum(given.forwarded, came)
         far_given = SomeRows(requested, given.incoming)
         request = IdsToSend(NextIds.ANNOUNCED, forwarded.request)
         _, incoming, came = self._far_ids.exchange(request, updates, LookedUp.PREDICTED, far_given, sums)
-        words = incoming.slots.view(-1, _WORDS).tolist()
-        return [Head(*each) for each in words], replace(incoming, slots=self._no_slots, forwarded=forwarded), came
+        every = [Head(*each) for each in incoming.slots.view(-1, _WORDS).tolist()]
+        return every, replace(incoming, slots=self._no_slots, forwarded=forwarded), came
 
     def serve_anew(
         self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
-        """Serve the nodes of the ranks marked in ``asks``; the others of these nodes get what they have asked for before."""
+        """Serve the nodes of the ranks marked in ``asks``. Their other ranks receive their former rows again."""
         lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
         sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current.incoming), self._near.rows(0)
         _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, none)
@@ -181,7 +171,6 @@ class ProxyRoute:
         return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:
-        """Give values to the ranks that asked."""
         request, incoming = requested.request, requested.incoming
         passing = incoming.forwarded
         assert passing is not None
@@ -191,7 +180,7 @@ class ProxyRoute:
     def give_others(
         self, following: RequestedRows, current: RequestedRows, awaited: Tensor, urgent: Tensor | None
     ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
-        """Do exchange B: first from the owners to the proxies, then from these to the ranks that asked."""
+        """Do exchange B: first from the owners to the proxies, then from the proxies to the requesting ranks."""
         next_ones, these = following.incoming.forwarded, current.incoming.forwarded
         assert next_ones is not None
         assert these is not None
@@ -224,7 +213,6 @@ class ProxyRoute:
         return rows, (first, others)
 
     def give_last(self, incoming: IncomingRows, rows: BatchRows) -> None:
-        """Do exchange D."""
         awaited, passing = rows.awaited, rows.passing
         assert awaited is not None
         assert awaited.forwarded is not None
@@ -237,7 +225,6 @@ class ProxyRoute:
         rows.values[rows.late_places] = self._near.exchange_rows(values, through.asked.sizes, awaited.requested.sizes)
 
     def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
-        """Bring gradients to their owners."""
         through = requested.incoming.forwarded
         assert through is not None
         came = self._near.exchange_rows(gradients, requested.request.sizes, through.asked.sizes)
@@ -245,7 +232,6 @@ class ProxyRoute:
         return self._far.exchange_rows(sums, through.request.sizes, requested.incoming.sizes)
 
     def all_of(self, requested: RequestedRows) -> SomeRows:
-        """Return all rows of a batch."""
         through = requested.incoming.forwarded
         assert through is not None
         mine, came, asked, forwarded = (
@@ -255,27 +241,26 @@ class ProxyRoute:
         return SomeRows(mine, came, ForwardedRows(asked, forwarded, through.request))
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
-        """Count the bytes of gradients of some rows."""
         assert given.forwarded is not None
         self._near.count(kind, 4 * self._near.dim, given.requested.sizes)
         self._far.count(kind, 4 * self._far.dim, given.forwarded.request_rows.sizes)
 
-    def _asked(self, told: Sequence[Head], new: IncomingRows, before: IncomingRows | None) -> IncomingRows:
-        """Return the rows that this rank, as a proxy, asks for: of a rank those of this message, or else those before."""
-        more = [head.lookup == LookedUp.MORE for head in told]
-        if any(more):  # they are served at once, and the message comes again
+    def _asked(self, heads: Sequence[Head], new: IncomingRows, before: IncomingRows | None) -> IncomingRows:
+        """Return the rows that this rank requests as a proxy: for each rank those of this message, or those before."""
+        more = [head.lookup == LookedUp.MORE for head in heads]
+        if any(more):  # they are served at once, and the message is repeated
             return self._none_asked.replaced(new, more)
-        anew = [head.state != NextIds.ANNOUNCED or head.lookup == LookedUp.OTHERS for head in told]
+        anew = [head.state != NextIds.ANNOUNCED or head.lookup == LookedUp.OTHERS for head in heads]
         if not any(anew):
             return self._none_asked
         earlier = None if before is None else before.forwarded
         return (self._none_asked if earlier is None else earlier.asked).replaced(new, anew)
 
-    def _forwarded(self, asked: IncomingRows, told: Tensor) -> Forwarded:
-        return Forwarded(self._far.rank, asked, RowRequest.of_proxy(asked, self._starts, self._key_bits, told))
+    def _forwarded(self, asked: IncomingRows, heads: Tensor) -> Forwarded:
+        return Forwarded(self._far.rank, asked, RowRequest.of_proxy(asked, self._starts, self._key_bits, heads))
 
     def _sum(self, given: ForwardedRows, gradients: Tensor) -> Tensor:
-        """Add up what the node's ranks have sent, in their order; return rows as of the whole request."""
+        """Sum the gradients of the node's ranks in their order; return one per row of the whole request."""
         sums = torch.zeros(len(given.request.rows), self._far.dim, device=self._far.device)
         places = given.request.inverse.index_select(0, given.asked.index)
         for place, part in zip(places.split(given.asked.sizes), gradients.split(given.asked.sizes)):

@@ -17,44 +17,26 @@ from lightning_freescale.embeddings.overlap.transport import Transport
 
 @dataclass(frozen=True)
 class RowsToFlag:
-    """What one rank has for others of the next batch, and tells them of the current one.
+    """The rows and flags that this rank sends in exchange B."""
 
-    Attributes:
-        numbers: what to read each row of the next batch by, shape ``[rows]``.
-        late: which of them are updated before they are read (bool).
-        sizes: how many each rank has asked for.
-        needed: which rows of the current batch the next one needs, too (bool); None if no update follows the current one.
-        needed_sizes: how many rows of the current batch each rank has asked for.
-    """
-
-    numbers: Tensor
-    late: Tensor
-    sizes: list[int]
-    needed: Tensor | None
-    needed_sizes: list[int]
+    numbers: Tensor  # the number by which each row of the next batch is read, shape [rows]
+    late: Tensor  # whether each of these rows is updated before it is read (bool)
+    sizes: list[int]  # number of these rows per requesting rank
+    needed: Tensor | None  # whether the next batch needs each row of the current one (bool); None if no update follows
+    needed_sizes: list[int]  # number of rows of the current batch per requesting rank
 
 
 @dataclass(frozen=True)
 class FlaggedRows:
-    """What has come, and what has been sent.
+    """The result of exchange B over one hop."""
 
-    Attributes:
-        rows: the slots that the rows came in, shape ``[places, dim]``, with room for those that come late.
-        places: where in ``rows`` each row asked for is or will be, int32.
-        late_places: where those belong that come late.
-        late: which of the rows asked for these are (bool).
-        waits: the same, by sender.
-        waiting: which of the rows that this rank has come late.
-        needed: which rows that were asked for of the current batch the next one needs, too (bool); None as in what was sent.
-    """
-
-    rows: Tensor
-    places: Tensor
-    late_places: Tensor
-    late: Tensor
-    waits: RowSubset
-    waiting: RowSubset
-    needed: Tensor | None
+    rows: Tensor  # slots of received rows, shape [places, dim], with room for the late rows
+    places: Tensor  # index into rows for each requested row, present or late, int32
+    late_places: Tensor  # indices into rows for the late rows
+    late: Tensor  # whether each requested row is late (bool)
+    waits: RowSubset  # the late rows that this rank requested
+    waiting: RowSubset  # the late rows that this rank sends
+    needed: Tensor | None  # whether the next batch needs each requested row of the current one (bool); None if not sent
 
 
 def exchange_flagged(
@@ -62,12 +44,8 @@ def exchange_flagged(
 ) -> FlaggedRows:
     """Exchange ``[flags of the next batch, of the current | rows]``. Collective.
 
-    Args:
-        transport: of the hop.
-        read: returns rows by their numbers.
-        have: what this rank has for the others.
-        asks: rows of the next batch that this rank has asked of each.
-        needs: rows of the current batch that it had.
+    ``read`` returns rows by their numbers. ``asks`` and ``needs`` are the numbers of rows of the next and of the current batch
+    that this rank requested from each rank.
     """
     dim, asked = transport.dim, have.sizes
     none = [0] * transport.ranks
@@ -92,7 +70,7 @@ def exchange_flagged(
     flags, starts = rows.view(torch.uint8).view(-1), slots.octets()
     is_late = take(flags, starts, asks).view(torch.bool)
     waits, others = RowSubset.split(is_late, asks)
-    # a slot has room for all rows of its sender: those that come last go behind the others
+    # a slot has room for all rows of its sender: late rows follow the others
     ends = [first + count for first, count in zip(slots.first_rows, others.sizes)]
     late_places = ranges(ends, waits.sizes, transport.device)
     places = waits.index.new_empty(sum(asks), dtype=torch.int32)
@@ -105,14 +83,14 @@ def exchange_flagged(
 
 
 class DirectRoute:
-    """Brings ids and gradients straight to the owners, and rows and flags back.
+    """Sends ids and gradients directly to the owners, and rows and flags back.
 
-    :class:`.ProxyRoute` has the same methods. Those that move anything are collective.
+    :class:`.ProxyRoute` has the same methods. Methods that send anything are collective.
 
     Attributes:
         no_rows: a request for no rows.
-        no_incoming: what arrives if no rank asks for any row.
-        nothing_given: no rows of a batch.
+        no_incoming: the incoming rows if no rank requests any.
+        nothing_given: an empty part of the rows of a batch.
         exchange_ids: :meth:`IdExchange.exchange`; returns the heads of all ranks.
     """
 
@@ -130,33 +108,33 @@ class DirectRoute:
 
         Args:
             current: the rows that ranks have requested before.
-            request: the other rows that this rank needs, if it is marked.
+            request: the other rows that this rank needs if it is marked.
             updates: whether an optimizer step follows the current batch.
-            heads: of the message in which the ranks said so.
+            heads: heads of the message that announced the lookups.
             asks: the ranks that need other rows.
 
         Returns:
-            The incoming rows, and the values of this rank's. With proxies, the incoming rows may include rows that other ranks
-            have asked for before.
+            The incoming rows, and the values of the rows of this rank. With proxies, the incoming rows may include rows that
+            other ranks have requested before.
         """
         new = self._ids.exchange_other(request, heads, asks)
         return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:
-        """Give the values of all incoming rows to the ranks that asked; return those requested, shape ``[rows, dim]``."""
+        """Send the values of all incoming rows to their requesting ranks; return those requested, shape ``[rows, dim]``."""
         incoming = requested.incoming
         return self._transport.exchange_rows(self._local.read(incoming.rows), incoming.sizes, requested.request.sizes)
 
     def give_others(
         self, following: RequestedRows, current: RequestedRows, awaited: Tensor, urgent: Tensor | None
     ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
-        """Do exchange B: tell which rows are updated before they are read, and give the values of all others.
+        """Do exchange B: send which rows are updated before they are read, and the values of all others.
 
         Args:
-            following: rows of the batch after the current one.
+            following: rows of the next batch.
             current: rows of the current batch.
-            awaited: the incoming rows of ``following`` that are updated before it (bool).
-            urgent: the incoming rows of ``current`` that ``following`` needs, too (bool); None if no update follows.
+            awaited: whether each incoming row of ``following`` is updated before it (bool).
+            urgent: whether ``following`` needs each incoming row of ``current`` (bool); None if no update follows.
 
         Returns:
             The rows of ``following``, and the urgent and the patient rows of ``current``; None if no update follows.
@@ -173,7 +151,7 @@ class DirectRoute:
         return rows, (SomeRows(first, first_here), SomeRows(others, others_here))
 
     def give_last(self, incoming: IncomingRows, rows: BatchRows) -> None:
-        """Do exchange D: give the values of awaited rows, which have just been updated, and complete ``rows``."""
+        """Do exchange D: send the values of the awaited rows after their update, and complete ``rows``."""
         awaited = rows.awaited
         assert awaited is not None
         values = self._local.read(incoming.rows.index_select(0, awaited.incoming.index))
@@ -181,14 +159,14 @@ class DirectRoute:
         rows.values[rows.late_places] = last
 
     def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
-        """Bring the gradients of all requested rows to their owners; return those of the incoming rows."""
+        """Send the gradients of all requested rows to their owners; return those of the incoming rows."""
         return self._transport.exchange_rows(gradients, requested.request.sizes, requested.incoming.sizes)
 
     def all_of(self, requested: RequestedRows) -> SomeRows:
-        """Return all rows of a batch. Not collective."""
+        """Return all rows of a batch."""
         request, incoming, device = requested.request, requested.incoming, self._transport.device
         return SomeRows(RowSubset.all_of(request.sizes, device), RowSubset.all_of(incoming.sizes, device))
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
-        """Count the bytes of gradients of some rows. Not collective."""
+        """Count the bytes that the gradients of some rows take."""
         self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)

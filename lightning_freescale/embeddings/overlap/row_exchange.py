@@ -1,4 +1,4 @@
-"""The worker thread's side of the exchange: what it does in the jobs of a step; :mod:`.exchange` says when."""
+"""The worker thread's side of the exchange: the work of each job of a step. :mod:`.exchange` describes their order."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUp
 
 
 class RowExchange:
-    """The worker thread's side: what it does in each job. No other thread touches the rows, so they need no lock.
+    """Does the work of each job on the worker thread. No other thread touches the rows, so they need no lock.
 
     Attributes:
-        path: of the collection.
-        local: this rank's rows.
-        row_updates: applies or keeps the gradients that arrive.
-        bag_traffic: counts the bytes of bags in TorchRec; None for rows that are not of bags.
+        path: the path of the collection.
+        local: the rows of this rank.
+        row_updates: applies or keeps received gradients.
+        bag_traffic: counts the bytes that TorchRec would send for bags; None for collections without bags.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RowExchange:
         self._heads: list[Head] = []
 
     def new_batch(self) -> Batch:
-        """Return a batch that nothing is known of."""
+        """Return a batch in its initial state."""
         self._batches += 1
         nothing, route = self._handshake.no_values, self._route
         return Batch(self._batches, RequestedRows(route.no_rows, route.no_incoming), BatchRows(nothing, route.no_rows.inverse))
@@ -74,14 +74,14 @@ class RowExchange:
         predicted: bool,
         known: KnownIds,
     ) -> None:
-        """Tell the owners which rows the batch after ``current`` needs, and send gradients that no rank waits for.
+        """Do exchange A: send the owners the rows that the next batch needs, and patient gradients.
 
         Args:
-            following: the batch after ``current``.
+            following: the next batch.
             current: the batch that computes.
-            previous: the batch whose last gradients have not been sent; None if there is none.
-            looked_up: what the model has looked up in ``current`` so far.
-            predicted: whether that was submitted ahead.
+            previous: the batch whose patient gradients are unsent; None if there is none.
+            looked_up: the lookups of ``current`` so far.
+            predicted: whether they were submitted ahead.
             known: what this rank knows of ``following``.
         """
         current.rows.passing = None  # memory: all its rows have arrived
@@ -96,7 +96,7 @@ class RowExchange:
             self._serve_anew(current, request)
 
     def drain(self, previous: Batch) -> None:
-        """Send the gradients of a batch that no rank waits for, now. Collective."""
+        """Send the patient gradients of a batch now. Collective."""
         sent = IdsToSend(NextIds.DRAINING, self._route.no_rows)
         self._handshake.raise_errors(self._send_ids(sent, previous.update.updates, previous)[0])
 
@@ -108,7 +108,7 @@ class RowExchange:
         lookup: LookedUp = LookedUp.PREDICTED,
         other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows]:
-        """Exchange heads, ids and the last gradients of ``previous``, and apply these; return heads and incoming rows."""
+        """Exchange heads, ids and the unsent gradients of ``previous``, apply these, and return heads and incoming rows."""
         given, gradients = self._route.nothing_given, self._handshake.no_values
         if previous is not None:
             given = previous.gradients.patient or self._route.all_of(previous.requested)
@@ -121,7 +121,7 @@ class RowExchange:
         return heads, incoming
 
     def _serve_anew(self, current: Batch, request: RowRequest) -> None:
-        """Serve the ranks whose model has looked up others than were submitted, before rows are compared with this batch."""
+        """Serve the ranks whose lookup differs from the submitted ids, before rows are compared with this batch."""
         asks = [head.lookup == LookedUp.OTHERS for head in self._heads]
         new, values = self._route.serve_anew(current.requested, request, current.update.updates, self._heads, asks)
         if asks[self._rank]:
@@ -133,10 +133,10 @@ class RowExchange:
     # -- B
 
     def prefetch(self, following: Batch, current: Batch, known: KnownIds, forward_first: Lock | None) -> None:
-        """Learn which rows of ``following`` are updated before it, and fetch all others; done once.
+        """Do exchange B: learn which rows of ``following`` are updated before it, and fetch all others, once.
 
-        Where ranks learn its ids later, a rank that still looks up does not wait for them: then the first event takes
-        ``forward_first``, and the job is submitted again after the forward.
+        If ids of other ranks are late, a rank in its forward does not wait for them: the first event takes ``forward_first``,
+        and the job is submitted again after the forward.
         """
         if following.announced.heard:
             return
@@ -167,11 +167,11 @@ class RowExchange:
             self._collisions.begin_window(following.number)
 
     def _waits_for_ids(self) -> bool:
-        """Whether the next message is the one with the ids of ranks that did not know them before."""
+        """Return whether the next message contains late ids of any rank."""
         return any(head.state == NextIds.LATER for head in self._heads)
 
     def _hear_later(self, following: Batch, current: Batch, sent: IdsToSend) -> None:
-        """Hear the ids of the ranks that did not know them when they needed the rows of the current batch."""
+        """Exchange the late ids: of ranks that did not know them when they needed the rows of the current batch."""
         later, requested = [head.state == NextIds.LATER for head in self._heads], following.requested
         if not later[self._rank]:
             sent = IdsToSend(NextIds.ANNOUNCED, self._route.no_rows)
@@ -185,11 +185,11 @@ class RowExchange:
     # -- between B and C
 
     def fetch_more(self, current: Batch, lookups: Sequence[KeyedJaggedTensor]) -> tuple[Tensor, Tensor]:
-        """Fetch the rows of lookups of ``current`` that were not submitted; other ranks serve it in the message they are at.
+        """Fetch the rows of lookups that were not submitted. Other ranks serve them in the message that they are at.
 
-        Without lookups, serve those of others in the same way. Return the rows, and which of them each id is.
+        Without lookups, serve those of other ranks. Return the rows, and the index of the row of each id.
         """
-        # others may be sending gradients: their slots have to be there
+        # other ranks may send gradients in the same message: provide their slots
         nothing = self._route.nothing_given
         given = nothing if self._waits_for_ids() else replace(self._given_in_time(current), requested=nothing.requested)
         return self._handshake.fetch_more(lookups, current.update.updates, given)
@@ -204,14 +204,14 @@ class RowExchange:
         anew: Sequence[KeyedJaggedTensor] | None,
         pooled_rows: np.ndarray | int,
     ) -> None:
-        """Send what the next batch waits for of a gradient, and fetch its last rows.
+        """Do exchanges C and D: send the gradients that the next batch waits for, and fetch its last rows.
 
         Args:
             current: the batch whose backward has run.
-            following: the batch after it.
-            gradient: of the rows of its lookups, shape ``[ids, dim]``; None is zero.
-            anew: the lookups that it is of, if they are not those that the owners know of.
-            pooled_rows: as :attr:`ExchangeStep.pooled_rows`.
+            following: the next batch.
+            gradient: the gradient of the rows of its lookups, shape ``[ids, dim]``; None means zero.
+            anew: the lookups of ``gradient``, if the owners know of different ones.
+            pooled_rows: see :attr:`ExchangeStep.pooled_rows`.
         """
         lookup, request, update = LookedUp.PREDICTED, self._route.no_rows, current.update
         if anew is not None:
@@ -238,7 +238,7 @@ class RowExchange:
             self._route.give_last(following.requested.incoming, following.rows)
 
     def apply_held(self, current: Batch, following: Batch) -> None:
-        """Update rows by the gradients that are held, and do D."""
+        """Update rows with the held gradients, and do D."""
         self.row_updates.apply_held(current)
         if not current.update.compared:
             self._give_all(following)
@@ -246,14 +246,14 @@ class RowExchange:
             self._route.give_last(following.requested.incoming, following.rows)
 
     def _given_in_time(self, current: Batch) -> SomeRows:
-        """Return the rows whose gradients go with C: those that the next batch needs; all if these are unknown, or held."""
+        """Return the rows whose gradients go with C: those that the next batch needs; all if they are unknown, or held."""
         if not current.update.updates:
             return self._route.nothing_given
         urgent = None if current.update.held else current.gradients.urgent
         return self._route.all_of(current.requested) if urgent is None else urgent
 
     def _update_anew(self, current: Batch, following: Batch, incoming: IncomingRows) -> None:
-        """Update all rows, and fetch all of ``following``, because some were not compared with those of ``following``."""
+        """Update all rows and fetch all rows of ``following``, because some rows were not compared."""
         current.requested, current.update.compared = replace(current.requested, incoming=incoming), False
         self._collisions.mark(incoming.rows, current.number)
         if not current.update.updates:
@@ -266,7 +266,7 @@ class RowExchange:
             self._give_all(following)
 
     def _give_all(self, following: Batch) -> None:
-        """Exchange the values of all rows: it is not known which of them have just been updated."""
+        """Send the values of all rows, because it is unknown which of them were just updated."""
         if following.announced.any_submitted:
             requested = following.requested
             following.rows = BatchRows(self._route.give_rows(requested), requested.request.inverse)
@@ -282,18 +282,18 @@ class RowExchange:
     # -- between steps
 
     def evaluate(self, module: int, features: KeyedJaggedTensor | None) -> EvaluatedRows:
-        """Do as :meth:`LookupHandshake.evaluate`; it counts in no statistics."""
+        """Call :meth:`LookupHandshake.evaluate` without counting it in the statistics."""
         with self._statistics.suspended():
             return self._handshake.evaluate(module, features)
 
     def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
-        """Go on in a window whose gradients so far were saved; before the first batch."""
+        """Continue a window with saved gradients, before the first batch."""
         self.row_updates.kept.rows, self.row_updates.kept.gradients, self.row_updates.moved = rows, gradients, moved
         for each in rows:
-            self._collisions.mark(each, 1)  # they are updated when the window ends
+            self._collisions.mark(each, 1)  # they are updated at the end of the window
 
     def discard_accumulated(self, current: Batch, previous: Batch | None) -> None:
-        """Forget the gradients kept for an optimizer step that does not come; a window begins with ``current``."""
+        """Discard the gradients kept for an optimizer step that will not follow, and start a window with ``current``."""
         self.row_updates.discard()
         self._collisions.begin_window(current.number)
         if previous is not None:

@@ -1,4 +1,4 @@
-"""The layout of a collection's rows: a number for every (table, id) that contains its owner and its row there."""
+"""The layout of a collection's rows: a number for every (table, id) that encodes its owner and its row on the owner."""
 
 from __future__ import annotations
 
@@ -15,35 +15,22 @@ from lightning_freescale.embeddings.row_order import RowOrder
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The rows of all tables of a collection, numbered through on each owner: table after table.
+    """The rows of all tables of a collection, numbered consecutively on each owner, table after table.
 
-    So one sorted list of numbers says owner, table and row, ``unique`` gives the order in which rows travel for nothing, and
-    row-wise and table-wise tables take one path. Where requests go through the node's proxies, the owners that share one come
-    together: first the first rank of every node, then the second ones.
-
-    Attributes:
-        tables: the tables, or parts of tables that a plan splits by columns; all of one width.
-        features: ``(feature, index of its table)``, in the order of the collection.
-        blocks: rows of each table per owner.
-        first_row: number of each table's first row on each owner, shape ``[ranks, tables]``, on the host.
-        starts: number of each owner's first row if owners are numbered through as well, shape ``[ranks + 1]``, in the order of
-            ``places``.
-        shifts: for each table, what to add to a position in each of its blocks to get its key, shape ``[blocks]`` or ``[1]``;
-            None where the key is the position, as in a single table split by rows.
-        orders: in which the rows of each table lie.
-        places: at which place every rank comes among the owners.
-        nodes: with proxies, how many nodes the ranks are on; else 1.
+    One sorted list of numbers encodes owner, table and row, and ``unique`` returns rows in the order in which they are sent.
+    Row-wise and table-wise tables share one implementation. If requests go through proxies, the owners that share a proxy are
+    adjacent: the first rank of every node, then every second rank.
     """
 
-    tables: tuple[Table, ...]
-    features: tuple[tuple[str, int], ...]
-    blocks: tuple[int, ...]
-    first_row: Tensor
-    starts: Tensor
-    shifts: tuple[Tensor | None, ...]
-    orders: tuple[RowOrder, ...]
-    places: tuple[int, ...]
-    nodes: int = 1
+    tables: tuple[Table, ...]  # tables, or parts of tables that a plan splits by columns; all of one width
+    features: tuple[tuple[str, int], ...]  # (feature, index of its table), in the order of the collection
+    blocks: tuple[int, ...]  # rows of each table per owner
+    first_row: Tensor  # number of each table's first row on each owner, shape [ranks, tables], on the host
+    starts: Tensor  # key of each owner's first row, shape [ranks + 1], in the order of places
+    shifts: tuple[Tensor | None, ...]  # per table: key minus position in each of its blocks, shape [blocks] or [1]; None if 0
+    orders: tuple[RowOrder, ...]  # order of the rows of each table
+    places: tuple[int, ...]  # index of every rank among the owners
+    nodes: int = 1  # number of nodes with proxies, 1 without
 
     @classmethod
     def from_plan(
@@ -55,12 +42,12 @@ class RowLayout:
         device: torch.device,
         nodes: int = 1,
     ) -> RowLayout:
-        """Return the layout of a collection whose tables :func:`parts_by_width` has returned.
+        """Return the layout of a collection whose tables are one result of :func:`parts_by_width`.
 
-        ``plan`` and ``orders`` are by the tables' names; ``nodes`` is as the attribute.
+        ``plan`` and ``orders`` are indexed by table name.
 
         Raises:
-            ValueError: the rows of a table are not in equal blocks, or a rank owns too many rows; says which.
+            ValueError: the rows of a table are not in equal blocks, or a rank owns too many rows.
         """
         first_owner, blocks = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
         counts = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)
@@ -70,8 +57,8 @@ class RowLayout:
         most = int(counts.sum(dim=1).max())
         if most > torch.iinfo(torch.int32).max:
             raise ValueError(
-                f"collection {collection.path!r} has {most} rows of width {collection.tables[0].dim} on one rank, but their "
-                "numbers have 32 bits: use more ranks, or a plan that spreads the rows"
+                f"Collection {collection.path!r} has {most} rows of width {collection.tables[0].dim} on one rank. A rank "
+                "can hold 2**31 - 1 rows of one width. Use more ranks, or a plan that spreads the rows."
             )
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
@@ -95,22 +82,20 @@ class RowLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of owners."""
         return len(self.starts) - 1
 
     @property
     def peers(self) -> int:
-        """Number of ranks that a rank asks: all owners, or the proxies of its node."""
+        """The number of ranks that a rank sends requests to: all owners, or the proxies of its node."""
         return self.ranks // self.nodes
 
     @property
     def key_bits(self) -> int:
-        """Bits of the largest key."""
+        """The number of bits of the largest key."""
         return sum(table.rows for table in self.tables).bit_length()
 
     @property
     def device(self) -> torch.device:
-        """Device of the numbers, and of the rows."""
         return self.starts.device
 
     def rows_of(self, rank: int) -> int:
@@ -119,7 +104,7 @@ class RowLayout:
         return int(self.starts[place + 1] - self.starts[place])
 
     def keys(self, table: int, ids: Tensor) -> Tensor:
-        """Return the key of every id of a table: its row's number, owners numbered through. Both of shape ``[ids]``."""
+        """Return the key of every id of a table: the number of its row, counted over all owners. Shapes: ``[ids]``."""
         shifts, positions = self.shifts[table], self.orders[table].positions(ids)
         if shifts is None:
             return positions
@@ -128,14 +113,14 @@ class RowLayout:
         return positions + shifts
 
     def owners(self, keys: Tensor) -> Tensor:
-        """Return the owner of every key."""
+        """Return the index of the owner of every key."""
         return torch.bucketize(keys, self.starts[1:], right=True)
 
 
 def parts_by_width(collection: Collection, plan: Mapping[str, Any]) -> list[tuple[Table, ...]]:
-    """Return the tables of a collection, those of one width together, and of these first the ones that pool by the sum.
+    """Return the tables of a collection grouped by width, within a group those that pool by the sum first.
 
-    A table that ``plan`` splits by columns comes as several tables, one for each shard of its columns.
+    A table that ``plan`` splits by columns is replaced by one table per shard of columns.
     """
     found = []
     for table in collection.tables:
@@ -146,7 +131,7 @@ def parts_by_width(collection: Collection, plan: Mapping[str, Any]) -> list[tupl
 
 
 def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
-    """Return a table's first owner and its rows per owner."""
+    """Return the first owner of a table and its rows per owner."""
     shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_offsets[1] == table.first_column]
     block, first_owner = int(shards[0].shard_sizes[0]), int(shards[0].placement.rank())
     for index, shard in enumerate(shards):
@@ -154,7 +139,7 @@ def _blocks(table: Table, sharding: Any) -> tuple[int, int]:
         expected = (start, min(block, table.rows - start), first_owner + index)
         if (shard.shard_offsets[0], shard.shard_sizes[0], shard.placement.rank()) != expected:
             raise ValueError(
-                f"the sharding plan does not put the rows of table {table.name!r} in equal blocks on consecutive ranks: let "
-                "TorchRec's planner make it, or leave out plan="
+                f"The sharding plan does not place the rows of table {table.name!r} in equal blocks on consecutive ranks. "
+                "Use a plan of TorchRec's planner, or leave out plan=."
             )
     return first_owner, block

@@ -1,4 +1,4 @@
-"""The rows of one batch: what a rank requests from the owners, and what comes in at an owner."""
+"""The rows of one batch: those that a rank requests from the owners, and those that other ranks request from it."""
 
 from __future__ import annotations
 
@@ -19,49 +19,37 @@ from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Rows that this rank requests, in the order in which they travel: by owner, then by number.
+    """Rows that this rank requests, in the order in which they are sent: by owner, then by number.
 
-    With dedup each row is there once; without, once per id, by owner, feature and place in the batch.
-
-    All numbers are of 32 bits, as they are held until backward.
-
-    Attributes:
-        rows: row number on its owner, shape ``[rows]``.
-        sizes: rows per rank that is asked: an owner, or a proxy.
-        ids: ids of the batch per owner, in the layout's order of them.
-        of_lookup: ids of each lookup.
-        slots: numbers on the host that go to each rank that is asked, shape ``[ranks, slots]``. Without dedup and with several
-            features, its rows per feature; to a proxy, the rows per node; from it, the heads of its node; else none.
-        order: the ids of the batch by the row that they name, shape ``[ids]``.
-        first: where in ``order`` the ids of each row begin, shape ``[rows]``.
-        inverse: which of ``rows`` each id of the batch is, shape ``[ids]``, lookup by lookup, each in the layout's order of
-            features.
-        owned: rows per owner, in the layout's order of them.
+    With dedup each row occurs once. Without dedup it occurs once per id, by owner, feature and position in the batch. All
+    indices have 32 bits, because they are held until backward.
     """
 
-    rows: Tensor
-    sizes: list[int]
-    ids: list[int]
-    of_lookup: list[int]
+    rows: Tensor  # row number on its owner, shape [rows]
+    sizes: list[int]  # rows per rank that receives the request: an owner, or a proxy
+    ids: list[int]  # ids of the batch per owner, in the layout's order of owners
+    of_lookup: list[int]  # ids of each lookup
+    # Numbers on the host for each rank that receives the request, shape [ranks, slots]. Without dedup and with several
+    # features: its rows per feature. To a proxy: the rows per node. From a proxy: the heads of its node. Otherwise empty.
     slots: Tensor
-    order: Tensor
-    first: Tensor
-    inverse: Tensor
-    owned: list[int]
+    order: Tensor  # indices of the ids of the batch, sorted by their row, shape [ids]
+    first: Tensor  # index into order of the first id of each row, shape [rows]
+    inverse: Tensor  # index into rows for each id, shape [ids], lookup by lookup, each in the layout's order of features
+    owned: list[int]  # rows per owner, in the layout's order of owners
 
     @classmethod
     def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
-        """Return the request for the ids of a batch, all lookups together.
+        """Return the request for the ids of all lookups of a batch.
 
         Raises:
-            ValueError: an id has no row, the ids are no integers, or a feature is missing.
+            ValueError: an id has no row, the ids are not integers, or a feature is missing.
         """
         if not lookups:
             return cls.empty(layout, dedup)
         ids = [_checked_ids(features, layout) for features in lookups]
         of_lookup = [sum(part.numel() for part in parts) for parts in ids]
         parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
-        of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # features that share one are done at once
+        of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # one call for all features of a table
         keys = _joined([layout.keys(table, _joined([ids for _, ids in run])) for table, run in of_tables])
         slots = _no_slots(layout, dedup)
         if dedup:
@@ -89,22 +77,21 @@ class RowRequest:
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
-        """Return a request for no rows."""
         nothing, none = torch.empty(0, dtype=torch.int32, device=layout.device), [0] * layout.ranks
         return cls(nothing, [0] * layout.peers, none, [], _no_slots(layout, dedup), nothing, nothing, nothing, none)
 
     @classmethod
-    def of_proxy(cls, asked: IncomingRows, starts: Tensor, key_bits: int, told: Tensor) -> RowRequest:
-        """Return the request of a proxy for the rows that its node asks it for, each once; these are the ids of a batch to it.
+    def of_proxy(cls, asked: IncomingRows, starts: Tensor, key_bits: int, heads: Tensor) -> RowRequest:
+        """Return the request of a proxy, which has each row that its node requests once. Those rows are its ids.
 
         Args:
-            asked: by the node's ranks, with ``slots`` rows per node.
-            starts: as :attr:`RowLayout.starts`, of the owners that the proxy asks, from 0 on.
-            key_bits: bits of the last of them.
-            told: numbers on the host that go to every one of these owners, shape ``[slots]``.
+            asked: the requests of the node's ranks, with ``slots`` rows per node.
+            starts: :attr:`RowLayout.starts` of the owners that receive the request, from 0 on.
+            key_bits: the number of bits of the last of these.
+            heads: numbers on the host that go to each of these owners, shape ``[slots]``.
         """
         nodes = len(starts) - 1
-        slots = told.expand(nodes, -1)
+        slots = heads.expand(nodes, -1)
         if not len(asked.rows):
             nothing, none = asked.rows.int(), [0] * nodes
             return cls(nothing, none, none, [], slots, nothing, nothing, nothing, none)
@@ -119,7 +106,7 @@ class RowRequest:
         return cls(rows.int(), sizes, sizes, [], slots, order.int(), first.int(), inverse, sizes)
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
-        """Add the gradients of all ids of a row up, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
+        """Sum the gradients of the ids of each row, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
         if self.first.numel() == self.order.numel():
             return gradient.index_select(0, self.order)
         return torch.embedding_bag(gradient, self.order, self.first)[0]
@@ -127,23 +114,15 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class IncomingRows:
-    """Rows that are requested from this rank, in the order in which they came: by requesting rank.
+    """Rows that other ranks request from this rank, in the order of arrival: by requesting rank."""
 
-    Attributes:
-        rows: row numbers here, int64 of shape ``[rows]``.
-        sizes: rows per requesting rank.
-        slots: as :attr:`RowRequest.slots`, per requesting rank.
-        forwarded: what this rank, as a proxy, has been asked for in the same message; None without proxies. Then the requesting
-            ranks are the proxies of all nodes.
-    """
-
-    rows: Tensor
-    sizes: list[int]
-    slots: Tensor
-    forwarded: Forwarded | None = None
+    rows: Tensor  # row numbers here, int64 of shape [rows]
+    sizes: list[int]  # rows per requesting rank; with proxies, the requesting ranks are the proxies of all nodes
+    slots: Tensor  # RowRequest.slots per requesting rank
+    forwarded: Forwarded | None = None  # the requests to this rank as a proxy in the same message; None without proxies
 
     def replaced(self, new: IncomingRows, by: Sequence[bool]) -> IncomingRows:
-        """Return these rows, with those of the ranks marked in ``by`` taken from ``new``; of a node all or none."""
+        """Return these rows, with those of the ranks marked in ``by`` replaced by ``new``; whole nodes with proxies."""
         forwarded = None
         if self.forwarded is not None:
             by = _of_nodes(by, len(self.sizes))
@@ -154,7 +133,7 @@ class IncomingRows:
         return IncomingRows(torch.cat(parts), [part.numel() for part in parts], slots, forwarded)
 
     def order_by_slot(self, chosen: Tensor) -> Tensor | None:
-        """Return the order of some rows by slot, then by requesting rank, in which TorchRec adds up; None if it is theirs."""
+        """Return the order by slot and requesting rank, in which TorchRec adds gradients; None if it is theirs already."""
         ranks, slots = self.slots.shape
         if slots < 2:
             return None
@@ -164,39 +143,27 @@ class IncomingRows:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What a proxy asks the owners for, and for whom.
+    """The rows that a proxy requests from the owners for the ranks of its node."""
 
-    Attributes:
-        node: of this rank.
-        asked: the rows that its node's ranks have asked it for; its slots are rows per node.
-        request: the same rows, each once.
-    """
-
-    node: int
-    asked: IncomingRows
-    request: RowRequest
+    node: int  # index of the node of this rank
+    asked: IncomingRows  # requests of the node's ranks; the slots are rows per node
+    request: RowRequest  # the same rows, each once
 
 
 @dataclass(frozen=True)
 class RowSubset:
-    """Some of the rows that travel between this rank and each of the others.
+    """Some of the rows that are sent between this rank and each other rank."""
 
-    Attributes:
-        index: which, shape ``[chosen]``, ascending.
-        sizes: how many per rank.
-    """
-
-    index: Tensor
-    sizes: list[int]
+    index: Tensor  # ascending indices, shape [chosen]
+    sizes: list[int]  # number of chosen rows per rank
 
     @classmethod
     def all_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
-        """Choose all of ``sizes`` rows per rank."""
         return cls(torch.arange(sum(sizes), device=device), list(sizes))
 
     @classmethod
     def split(cls, mask: Tensor, sizes: Sequence[int]) -> tuple[RowSubset, RowSubset]:
-        """Return the rows marked in ``mask`` (bool), and all others; there are ``sizes`` rows per rank in all."""
+        """Return the rows marked in ``mask`` (bool), and all others; ``sizes`` counts all rows per rank."""
         index = mask.nonzero().squeeze(1)
         edges = torch.searchsorted(index, torch.tensor([*accumulate(sizes)], device=mask.device)).tolist()
         chosen = [end - start for start, end in zip([0, *edges], edges)]
@@ -211,10 +178,10 @@ def _of_nodes(by: Sequence[bool], nodes: int) -> list[bool]:
 
 
 def _each_once(keys: Tensor, starts: Tensor, key_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return each key once, in order.
+    """Return the sorted distinct keys and their indices.
 
-    Beside that the place that each of ``keys`` had before, in their order; where in that the places of each key begin; which
-    key each of them is; and how many keys are below each of ``starts``.
+    The indices are: the index into ``keys`` of each key in sorted order; the index into that of the first of each distinct key;
+    the distinct key of each sorted key; and the number of distinct keys below each of ``starts``.
     """
     ordered, order = _sorted(keys, key_bits)
     new = torch.ones_like(ordered, dtype=torch.bool)
@@ -236,25 +203,25 @@ def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
 
 
 def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:
-    """Return the keys in order, and the place each had; equal keys stay in the order they were in."""
+    """Sort the keys stably; return them and the index that each had before."""
     place_bits = keys.numel().bit_length()
     if keys.is_cuda or key_bits + place_bits > 63:
         return torch.sort(keys, stable=True)
-    # key and place in one number: numpy sorts plain integers several times as fast as torch pairs
+    # key and index in one number: numpy sorts plain integers several times as fast as torch sorts pairs
     packed = torch.from_numpy(np.sort(((keys << place_bits) | torch.arange(keys.numel())).numpy()))
     return packed >> place_bits, packed & ((1 << place_bits) - 1)
 
 
 def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> list[Tensor]:
-    """Return the ids of each of the layout's features."""
+    """Return the ids of each feature of the layout."""
     given: Any = features.keys()
     missing = [name for name, _ in layout.features if name not in given]
     if missing:
-        raise ValueError(f"the KeyedJaggedTensor has features {list(given)}, without {missing}: pass every feature")
-    parts = dict(zip(given, features.values().split(features.length_per_key())))  # features[name] is ten times the calls
+        raise ValueError(f"The KeyedJaggedTensor has the features {list(given)}, without {missing}. Pass every feature.")
+    parts = dict(zip(given, features.values().split(features.length_per_key())))  # features[name] makes ten times the calls
     values = [parts[name] for name, _ in layout.features]
     for (name, table), ids in zip(layout.features, values):
         if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"feature {name!r} of table {layout.tables[table].name!r} has ids of {ids.dtype}: pass integers")
+            raise ValueError(f"Feature {name!r} of table {layout.tables[table].name!r} has ids of {ids.dtype}. Pass integers.")
     check_id_ranges((name, layout.tables[table], ids) for (name, table), ids in zip(layout.features, values))
     return [ids.long() for ids in values]

@@ -111,8 +111,8 @@ CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
         lambda: _changed(lambda batch: _with(batch, values=batch["ids"].values().float())),
         ["rank 1", "'history'", "'item'", "torch.float32"],
     ),
-    "fewer batches": (_fewer_batches, ["ranks [1]", "after step 5"]),
-    "reads alone": (_reads_alone, ["ranks [1]", "state_dict()"]),
+    "fewer batches": (_fewer_batches, ["Ranks [1]", "after step 5"]),
+    "reads alone": (_reads_alone, ["Ranks [1]", "state_dict()"]),
     "other windows": (lambda: _steps(_once, updates=lambda: dist.get_rank() == 0), ["ranks [0]", "accumulate_grad_batches"]),
 }
 ONE_LEVEL: dict[str, tuple[Callable[[], None], list[str]]] = {

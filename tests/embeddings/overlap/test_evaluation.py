@@ -292,7 +292,7 @@ def _backward_outside_of_steps(sharded: nn.ModuleDict, engine: OverlapEngine) ->
     ("look_up", "parts"),
     [
         (_wrong_id_on_the_last_rank, ["ValueError", "'bags (dim 8)'", "rank 2", "'d'", f"id {ROWS}"]),
-        (_some_train_on, ["RuntimeError", "ranks [0]", "outside of a training step", "serve_evaluation"]),
+        (_some_train_on, ["RuntimeError", "Ranks [0]", "outside of a training step", "serve_evaluation"]),
         (_backward_outside_of_steps, ["ValueError", "'rows'", "outside of a training step"]),
     ],
 )
