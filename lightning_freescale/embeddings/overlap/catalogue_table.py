@@ -75,14 +75,8 @@ class CatalogueTable:
         if not self.in_step:
             raise ValueError(
                 f"A loss over all rows of {key!r} outside of a training step would not train them. Compute it in "
-                f"training_step, or under torch.no_grad(). "
+                "training_step, or under torch.no_grad(). "
                 f"full_weight({key.removesuffix('.weight')!r}) returns a copy of the table."
-            )
-            return self.whole()
-        if not self.in_step:
-            raise ValueError(
-                f"a loss over all rows of {key!r} outside of a training step would not train them: compute it in "
-                f"training_step, or under torch.no_grad(); full_weight({key.removesuffix('.weight')!r}) is a copy of the table"
             )
         self._part.begin_whole_use(self.index)
         return CatalogueShard(self)

@@ -86,7 +86,7 @@ class PartLayout:
 
 
 class NextIds(IntEnum):
-    """What a rank knows of the ids of the next batch."""
+    """The state of the next batch's ids on a rank."""
 
     UNKNOWN = 0  # they cannot be known ahead
     ENDED = 1  # there is no next batch
@@ -123,7 +123,7 @@ class Head(NamedTuple):
 
 
 class KnownIds(NamedTuple):
-    """What this rank knows of the ids of the next batch."""
+    """This rank's knowledge of the ids of the next batch."""
 
     state: NextIds
     lookups: Sequence[KeyedJaggedTensor]
@@ -144,7 +144,7 @@ class IdsToSend:
 
 _IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
 _FEWEST_IDS = 1024
-"""The initial number of ids that a part has room for. The rest goes in one more exchange, and the room grows for the next."""
+"""The initial number of ids that a part has space for. The rest goes in one more exchange, and the space grows for the next."""
 
 
 def heads_travel_apart(device: torch.device) -> bool:
@@ -160,7 +160,7 @@ class IdExchange:
         self._apart = heads_travel_apart(transport.device)
         self._preamble = 0 if self._apart else len(Head._fields) + slots  # of the message with the ids
         self._no_slots = torch.empty(transport.ranks, 0, dtype=torch.int64)
-        self._room = _FEWEST_IDS
+        self._capacity = _FEWEST_IDS
         self._messages = 0
 
     def exchange(
@@ -205,13 +205,13 @@ class IdExchange:
     def _exchange_together(
         self, request: RowRequest, numbers: np.ndarray, given: SomeRows, gradients: Tensor
     ) -> tuple[list[list[int]], Tensor, Tensor]:
-        room, ranks, preamble = self._room, self._transport.ranks, self._preamble
-        counts = [min(size, room) for size in request.sizes]
+        capacity, ranks, preamble = self._capacity, self._transport.ranks, self._preamble
+        counts = [min(size, capacity) for size in request.sizes]
         message, parts = self._pack(request, counts, given, gradients)
         words = message.view(torch.int32).view(-1).numpy()
         for start, each in zip(parts.words(), numbers):
             words[start : start + preamble] = each
-        slots = self._layout([room] * ranks, given.incoming.sizes)
+        slots = self._layout([capacity] * ranks, given.incoming.sizes)
         received = self._transport.rows(slots.length)
         self._transport.exchange(received, message, parts.sizes, slots.sizes)
         self._transport.count("ids", 4, [preamble + count for count in counts])
@@ -220,14 +220,14 @@ class IdExchange:
         words = received_words.numpy()
         answers = [words[start : start + preamble].tolist() for start in slots.words()]
         asked = [each[_IDS] for each in answers]
-        arrived = [min(ids, room) for ids in asked]
+        arrived = [min(ids, capacity) for ids in asked]
         rows = take(received_words, slots.words(preamble), arrived) if any(arrived) else received_words[:0]
         came = self._layout(arrived, given.incoming.sizes)  # gradients follow the ids directly, before the end of the slot
         starts = [slot + first - start for slot, first, start in zip(slots.starts, came.first_rows, came.starts)]
         most = max(each[_MOST_IDS] for each in answers)
-        if most > room:
+        if most > capacity:
             rows = self._send_rest(request, counts, rows, arrived, asked)
-            self._room = 1 << most.bit_length()
+            self._capacity = 1 << most.bit_length()
         return answers, rows, take(received, starts, given.incoming.sizes)
 
     def _exchange_apart(

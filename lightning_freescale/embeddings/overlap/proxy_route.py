@@ -103,8 +103,9 @@ class ProxyGroups:
             group.connect()
             if group.moves_by_nccl and take_turns:
                 raise ValueError(
-                    f"exchange='two_level' does not support several embedding collections, such as {path!r}, if NCCL moves the "
-                    "rows. Collections cannot take turns within some of the ranks. Use exchange='flat' or transport='host'."
+                    f"exchange='two_level' does not support several embedding collections, {path!r} among them, if NCCL "
+                    "moves the rows. Collections cannot take turns within some of the ranks. Use exchange='flat' "
+                    "or transport='host'."
                 )
         return cls(*mine)
 

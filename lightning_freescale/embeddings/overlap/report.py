@@ -1,4 +1,4 @@
-"""Totals of what the exchanges have moved, and of the time that overlapping them has saved."""
+"""Counts of bytes, rows and seconds of the exchanges, and the report of the time that overlap saves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", 
 _ROWS = ("incoming_rows", "colliding_incoming_rows")
 _BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes", "cross_node_bytes")
 COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, "transfer_s", "exposed_s")
-"""Names of a collection's totals."""
+"""The names of a collection's totals."""
 
 
 class ExchangeStatistics:
-    """Totals of one collection on this rank, by the names in ``COUNTS``; counted by two threads."""
+    """Totals of one collection on this rank, by the names in ``COUNTS``; two threads count."""
 
     def __init__(self) -> None:
         self._totals = dict.fromkeys(COUNTS, 0.0)
@@ -32,7 +32,6 @@ class ExchangeStatistics:
         self._suspended = False
 
     def count(self, **amounts: float) -> None:
-        """Add each amount to the total of its name."""
         with self._lock:
             if self._suspended:
                 return
@@ -41,7 +40,7 @@ class ExchangeStatistics:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Count nothing in the block: what belongs to no training step."""
+        """Count nothing in the context, which belongs to no training step."""
         self._suspended = True
         try:
             yield
@@ -50,18 +49,18 @@ class ExchangeStatistics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to the total of that name."""
+        """Add the seconds of the context to the total ``name``."""
         began = time.perf_counter()
         yield
         self.count(**{name: time.perf_counter() - began})
 
     def count_lookup(self, request: RowRequest, place: int, dim: int, torchrec_bytes: int | None = None) -> None:
-        """Count what this rank has looked up, and what plain TorchRec would have moved for it: given for bags only.
+        """Count the rows and ids of this rank's lookups, and the bytes that TorchRec would move for them.
 
-        ``place`` is this rank's among the owners.
+        ``torchrec_bytes`` is passed for bags only. ``place`` is the index of this rank among the owners.
         """
         ids, rows = sum(request.ids), sum(request.sizes)
-        per_row = 8 + 2 * 4 * dim  # an id of 64 bits, there the row and back its gradient
+        per_row = 8 + 2 * 4 * dim  # an id of 64 bits, its row, and the gradient back
         self.count(
             tokens=ids,
             rows=rows,
@@ -70,35 +69,34 @@ class ExchangeStatistics:
         )
 
     def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
-        """Count the different rows requested from an owner, and the colliding ones among them."""
+        """Count the distinct rows requested from an owner, and the colliding ones among them."""
         incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
         self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
     def totals(self) -> dict[str, float]:
-        """Return all totals so far."""
         with self._lock:
             return dict(self._totals)
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Means per optimizer step over all collections together, of one rank or over all.
+    """Means per optimizer step over all collections, of one rank or over all ranks.
 
     Attributes:
-        steps: how many began while any collection was overlapped.
-        collision_rate: share of the rows of a global batch that the batch before it updates as well.
-        hidden_s: seconds that exchanges took while training went on.
-        exposed_s: seconds that training waited for rows.
-        tokens: ids looked up.
-        rows: rows requested, each once with dedup.
-        torchrec_bytes: what plain TorchRec would have moved: each id, its row and its gradient, or those of the bags.
-        dedup_bytes: the same for each row once.
-        ids_bytes: sent to agree on rows.
-        colliding_bytes: rows and gradients sent that training waited for.
-        non_colliding_bytes: rows and gradients sent behind compute.
-        cross_node_bytes: the part of the last three that went to other nodes; 0 if the nodes are unknown.
-        unpredicted_lookups: lookups whose ids were not known ahead.
-        mispredicted_lookups: lookups of other ids than were expected.
+        steps: the number of steps that began while a collection was overlapped.
+        collision_rate: the share of the rows of a global batch that the batch before it updates as well.
+        hidden_s: the seconds of exchange during which training went on.
+        exposed_s: the seconds that training waited for rows.
+        tokens: the number of ids looked up.
+        rows: the number of rows requested, each once with ``dedup``.
+        torchrec_bytes: the bytes that plain TorchRec would move: each id, its row and its gradient, or those of the bags.
+        dedup_bytes: the bytes that TorchRec would move with each row once.
+        ids_bytes: the bytes sent to agree on rows.
+        colliding_bytes: the bytes of rows and gradients that training waited for.
+        non_colliding_bytes: the bytes of rows and gradients sent during compute.
+        cross_node_bytes: the part of the last three sent to other nodes; 0 if the nodes are unknown.
+        unpredicted_lookups: the number of lookups whose ids were unknown ahead.
+        mispredicted_lookups: the number of lookups with other ids than predicted.
     """
 
     steps: int
@@ -118,7 +116,7 @@ class OverlapReport:
 
     @classmethod
     def from_totals(cls, totals: Mapping[str, float], before: Mapping[str, float] | None = None) -> OverlapReport | None:
-        """Return the means of totals, or of what they have grown by since ``before``; None if there was no step."""
+        """Return the means of totals, or of their growth since ``before``; None without steps."""
         grown = {name: value - (before or {}).get(name, 0.0) for name, value in totals.items()}
         steps, incoming = grown.pop("steps"), grown["incoming_rows"]
         if not steps:
@@ -129,7 +127,7 @@ class OverlapReport:
         return cls(steps=int(steps), collision_rate=rate, **means)
 
     def scalars(self) -> dict[str, float]:
-        """Return the means by the names that loggers show."""
+        """Return the means by the names that loggers use."""
         return {f"freescale/overlap/{name}": value for name, value in vars(self).items() if name != "steps"}
 
     def __str__(self) -> str:
@@ -147,12 +145,11 @@ class OverlapReport:
 
 
 class BagTraffic:
-    """Counts what TorchRec would move for bags, whose owners of rows pool before they send, for tables of one width.
+    """Counts the bytes that TorchRec would move for bags, whose owners pool rows before they send them, in tables of one width.
 
-    The amount follows from the number of bags, not from their contents.
-
-    A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, also
-    for those that it has no row of (a reduce-scatter). A table that one rank holds is pooled there.
+    The count depends on the number of bags, not on their contents. A table that is split by rows is pooled by every rank, and
+    each sends all other ranks a row for each of their bags, even without a row of it (a reduce-scatter). A table on one rank is
+    pooled there.
     """
 
     def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:
@@ -167,7 +164,7 @@ class BagTraffic:
         ]
 
     def pooled_rows(self, features: KeyedJaggedTensor) -> np.ndarray:
-        """Return how many pooled rows TorchRec would send to this rank for one lookup, by the rank that sends them."""
+        """Return the number of pooled rows that TorchRec would send to this rank for one lookup, by sending rank."""
         bags = dict(zip(features.keys(), features.stride_per_key()))
         none = np.zeros(self._layout.ranks, np.int64)
         return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
@@ -175,5 +172,5 @@ class BagTraffic:
     def torchrec_bytes(self, request: RowRequest, pooled_rows: np.ndarray | int) -> int:
         """Return the bytes that TorchRec would move for this rank's lookups of a batch."""
         ids = np.array(request.ids)[self._places]  # by rank
-        # an id of 64 bits; a bag's length, its pooled row and back the gradient
+        # an id of 64 bits; the length of a bag, its pooled row, and the gradient back
         return int((8 * ids + (4 + 2 * 4 * self._dim) * pooled_rows)[self._others].sum())

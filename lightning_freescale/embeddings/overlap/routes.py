@@ -30,7 +30,7 @@ class RowsToFlag:
 class FlaggedRows:
     """The result of exchange B over one hop."""
 
-    rows: Tensor  # slots of received rows, shape [places, dim], with room for the late rows
+    rows: Tensor  # slots of received rows, shape [places, dim], with space for the late rows
     places: Tensor  # index into rows for each requested row, present or late, int32
     late_places: Tensor  # indices into rows for the late rows
     late: Tensor  # whether each requested row is late (bool)
@@ -70,7 +70,7 @@ def exchange_flagged(
     flags, starts = rows.view(torch.uint8).view(-1), slots.octets()
     is_late = take(flags, starts, asks).view(torch.bool)
     waits, others = RowSubset.split(is_late, asks)
-    # a slot has room for all rows of its sender: late rows follow the others
+    # a slot has space for all rows of its sender: late rows follow the others
     ends = [first + count for first, count in zip(slots.first_rows, others.sizes)]
     late_places = ranges(ends, waits.sizes, transport.device)
     places = waits.index.new_empty(sum(asks), dtype=torch.int32)

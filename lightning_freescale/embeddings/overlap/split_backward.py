@@ -1,4 +1,4 @@
-"""Backward with the gradients of the dense weights last: what other ranks wait for, the gradients of the rows, comes first."""
+"""A backward that computes the gradients of dense weights last, after the gradients of the rows that other ranks wait for."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 _Place: TypeAlias = tuple[int, tuple[int, ...], bool, int | None]
-"""The weight and bias, by their identity; the weight's shape, and whether it is transposed."""
+"""The identity of the weight, its shape, whether it is transposed, and the identity of the bias."""
 
 _LAST_LATE = 4095
-"""Numbers up to this one are kept free of operations that are not late."""
+"""The highest sequence number of late operations; other operations have higher ones."""
 
 
 class WindowGradients:
-    """The inputs of the weights' gradients of a window's micro-batches, kept until its last backward.
+    """The inputs of weight gradients of a window's micro-batches, kept until its last backward.
 
-    Each of its batches but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All must use the same layers,
-    and each backward runs in :meth:`backward`; gradients that are asked for outside of it are those of their batch alone.
+    Each batch but the last runs in a :class:`WeightGradientsLast` with ``last=False``. All batches must use the same layers,
+    and each backward runs in :meth:`backward`. Gradients requested outside of it are those of their batch only.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WindowGradients:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run the backward of one of its batches."""
+        """Enter the context of the backward of one batch."""
         self.in_backward = True
         try:
             yield
@@ -40,66 +40,63 @@ class WindowGradients:
             self.in_backward = False
 
     def keep(self, place: _Place, values: Tensor, gradient: Tensor) -> None:
-        """Keep a layer's inputs and the gradient of its outputs."""
+        """Keep the input of a layer and the gradient of its output."""
         self._kept.setdefault(place, []).append((values, gradient))
 
     def take(self, place: _Place) -> list[tuple[Tensor, Tensor]]:
-        """Remove and return those that were kept of a layer, in their order."""
+        """Remove and return the kept values of a layer, in order."""
         return self._kept.pop(place, [])
 
     def close(self) -> None:
         """End a window.
 
         Raises:
-            RuntimeError: its last batch has not used some layers, whose gradients would be lost.
+            RuntimeError: its last batch did not use some layers, whose gradients would be lost.
         """
         lost, self._kept = self._kept, {}
         if lost:
             shapes = [place[1] for place in lost]
             raise RuntimeError(
-                f"split_backward=True: the last micro-batch has not used layers that those before it have, with weights of "
-                f"shapes {shapes}: leave split_backward out, or pass find_unused_parameters=True"
+                "split_backward=True: the last micro-batch does not use layers that earlier ones use, with weights of shapes "
+                f"{shapes}. Leave out split_backward, or pass find_unused_parameters=True."
             )
 
 
 class WeightGradientsLast(TorchFunctionMode):
-    """In a forward within it, linear layers are recorded so that backward leaves the gradients of their weights for the end.
+    """Records linear layers in a forward, so that backward computes the gradients of their weights last.
 
-    A layer's backward is two products: the gradient of its input, which the layer before waits for, and that of its weight,
-    for which no rank waits. Backward does the first of all layers, so it reaches the embedding rows, and does the others while
-    these rows' gradients travel (the split that zero-bubble pipelines make, Qi et al., arXiv 2401.10241, within one
-    backward). Every gradient is bitwise what it is otherwise. The layers' inputs and the gradients of their outputs are held
-    until the end. ::
+    The backward of a layer is two products: the gradient of its input, for which the layer before waits, and the gradient of
+    its weight, for which no rank waits. Backward computes the first for all layers and so reaches the embedding rows. It
+    computes the others while the gradients of these rows are exchanged. Zero-bubble pipelines use this split (Qi et al., arXiv
+    2401.10241); here it is within one backward. Every gradient is bitwise unchanged. The inputs of layers and the gradients of
+    their outputs are held until the end. ::
 
         with WeightGradientsLast():
             loss = model(batch)
         loss.backward()
 
-    It knows ``linear``, ``matmul``, ``mm`` and ``addmm`` of an activation and a parameter, and ``nn.MultiheadAttention``. All
-    else is as ever, as are compiled modules, activation checkpointing and forwards without gradients. A second derivative
-    through such a layer is an error. Under autocast the gradients of a parameter that is used several times are added up in
-    float32, and not in autocast's type.
+    It handles ``linear``, ``matmul``, ``mm`` and ``addmm`` of an activation and a parameter, and ``nn.MultiheadAttention``.
+    Everything else is unchanged, as are compiled modules, activation checkpointing and forwards without gradients. A second
+    derivative through such a layer raises an error. Under autocast, the gradients of a parameter that is used several times are
+    summed in float32 instead of autocast's type.
 
     Args:
-        window: where several batches have one optimizer step, has the gradients of all their weights computed in the backward
-            of the last, which costs the memory of a whole batch. Until then they have no ``.grad``. Slices of parameters, and
-            parameters with hooks, have theirs in each backward. Sums may run in another order.
+        window: the window of several batches with one optimizer step. The backward of the last batch then computes the
+            gradients of all its weights, which costs the memory of a whole batch. Until then they have no ``.grad``. Slices of
+            parameters and parameters with hooks get their gradients in each backward. Sums may run in another order.
         last: whether this batch is the last of its window.
 
     Raises:
-        ValueError: it is not the last of any window.
+        ValueError: ``last`` is False without a window.
     """
 
     def __init__(self, window: WindowGradients | None = None, last: bool = True) -> None:
         super().__init__()
         if window is None and not last:
-            raise ValueError(
-                "WeightGradientsLast(window=None, last=False): pass the window, whose last batch has the gradients"
-            )
+            raise ValueError("WeightGradientsLast(last=False) requires a window. Pass window=.")
         self._window, self._last = window, last
 
     def __enter__(self) -> WeightGradientsLast:
-        """Begin a forward."""
         _keep_low_numbers_free()
         self._layers = 0
         entered: WeightGradientsLast = super().__enter__()
@@ -108,7 +105,6 @@ class WeightGradientsLast(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, or what stands in for it."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -119,7 +115,7 @@ class WeightGradientsLast(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    # input, weight, bias, and whether the weight is transposed; None if it is called otherwise
+    # returns input, weight, bias, and whether the weight is transposed; None for other calls
     _OPERANDS: ClassVar[dict[Any, Callable[..., Any]]] = {
         F.linear: lambda input, weight, bias=None: (input, weight, bias, True),
         torch.mm: lambda input, mat2=None, *more, **others: None if more or others else (input, mat2, None, False),
@@ -139,7 +135,7 @@ class WeightGradientsLast(TorchFunctionMode):
 
     @contextmanager
     def _linear_by_name(self) -> Iterator[None]:
-        # while torch runs one of its own functions, it shows a mode nothing of what that calls
+        # a mode does not see the functions that torch's own functions call
         linear = F.linear
         F.linear = lambda *args, **kwargs: self._call(linear, *args, **kwargs)
         try:
@@ -149,10 +145,10 @@ class WeightGradientsLast(TorchFunctionMode):
 
 
 def after_the_others(result: Tensor, number: int) -> Tensor:
-    """Have backward do the operation that ``result`` comes from after all that is ready and not late.
+    """Make backward run the operation of ``result`` after all ready operations that are not late.
 
-    Of what is late, backward does the highest ``number`` first, as it does the last of forward first: so the gradients of a
-    parameter that is used several times are added up in the order they would be otherwise.
+    Backward runs the late operation with the highest ``number`` first, like the last one of forward. So the gradients of a
+    parameter that is used several times are summed in the usual order.
     """
     node: Any = result.grad_fn
     node._set_sequence_nr(number)
@@ -160,7 +156,7 @@ def after_the_others(result: Tensor, number: int) -> Tensor:
 
 
 def _keep_low_numbers_free() -> None:
-    """Have a thread's operations numbered beyond those of late ones: its first forwards would begin at 0."""
+    """Advance this thread's sequence numbers beyond those of late operations; its first forwards would start at 0."""
     value = torch.zeros((), requires_grad=True)
     while True:
         made = value.view(()).grad_fn
@@ -176,33 +172,33 @@ def _can_be_split(input: Any, weight: Any, bias: Any, transposed: bool) -> bool:
         and weight.dim() == 2
         and weight.numel() > 0
         and type(input) in (Tensor, nn.Parameter)
-        and input.requires_grad  # else backward ends here
-        and (1 < input.dim() < 4 or (input.dim() >= 4 and input.is_contiguous()))  # torch adds up others in another order
+        and input.requires_grad  # otherwise backward ends here
+        and (1 < input.dim() < 4 or (input.dim() >= 4 and input.is_contiguous()))  # torch sums others in another order
         and all(each.is_floating_point() and each.layout == torch.strided for each in (input, weight))
         and input.shape[-1] == weight.shape[transposed]
         and (bias is None or (_of_a_parameter(bias) and bias.shape == weight.shape[not transposed :][:1]))
         and _of_one_type(input, weight, *() if bias is None else (bias,))
-        # activation checkpointing counts what is saved, and computes it again outside of the block
+        # activation checkpointing counts saved tensors, and recomputes outside of the context
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
 def _can_wait(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> bool:
-    """Whether gradients may come once for a window: of whole parameters, which every batch uses alike, without hooks."""
+    """Return whether gradients may be computed once per window: for whole parameters without hooks."""
     operands = [weight] if bias is None else [weight, bias]
     return all(type(each) is nn.Parameter and not each._backward_hooks for each in operands)
 
 
 def _of_a_parameter(tensor: Any) -> bool:
-    """Whether it is a parameter or a part of one: then no row waits for its gradient."""
+    """Return whether a tensor is a parameter or a part of one; then no row waits for its gradient."""
     return type(tensor._base if type(tensor) is Tensor and tensor._is_view() else tensor) is nn.Parameter
 
 
 def _of_one_type(*operands: Tensor) -> bool:
     types = {operand.dtype for operand in operands}
     if torch.is_autocast_enabled(operands[0].device.type):
-        return torch.float64 not in types  # which autocast leaves alone
+        return torch.float64 not in types  # autocast leaves it unchanged
     return len(types) == 1
 
 
@@ -220,8 +216,8 @@ def _split(
     values, matrix = input.to(dtype), weight.t() if transposed else weight
     fixed, fixed_bias = matrix.detach(), None if bias is None else bias.detach()
     place = id(weight), tuple(weight.shape), transposed, None if bias is None else id(bias)
-    # the values are detached, or the layer before would wait; before the last of a window so is the weight: its hooks would
-    # be called without a gradient
+    # the values are detached, or the layer before would wait. Before the last batch of a window, the weight is not an input:
+    # its hooks would run without a gradient
     if last:
         late = _WeightGradient.apply(values.detach(), matrix, bias, window, place)
     else:
@@ -231,7 +227,7 @@ def _split(
 
 
 class _Product(torch.autograd.Function):
-    # its backward gives the input's gradient, and hands that of the output on to the late operation
+    # backward returns the gradient of the input, and passes that of the output to the late operation
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, late: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,7 +235,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(matrix)
         ctx.by_columns = _lies_by_columns(flat)
         product = torch.mm(flat, matrix) if bias is None else torch.addmm(bias, flat, matrix)
-        return torch.ops.aten._unsafe_view(product, late.shape)  # to autograd no view, so it may be changed in place
+        return torch.ops.aten._unsafe_view(product, late.shape)  # not a view for autograd, so it may be changed in place
 
     @staticmethod
     @once_differentiable
@@ -258,7 +254,7 @@ class _WeightGradient(torch.autograd.Function):
         ctx.save_for_backward(values)
         ctx.dtype, ctx.by_columns = matrix.dtype, _lies_by_columns(matrix)
         ctx.window, ctx.place = window, place
-        # holds nothing: it is where the gradient comes in
+        # contains nothing: it receives the gradient
         return values.new_empty(1).expand(*values.shape[:-1], matrix.shape[1])
 
     @staticmethod
@@ -294,7 +290,7 @@ class _KeptForLater(torch.autograd.Function):
 
 
 def _sum(gradients: Iterator[Tensor]) -> Tensor:
-    """Return the sum in the order in which ``.grad`` would have been added up."""
+    """Return the sum in the order in which ``.grad`` accumulates."""
     total = next(gradients)
     for gradient in gradients:
         total += gradient
@@ -302,5 +298,5 @@ def _sum(gradients: Iterator[Tensor]) -> Tensor:
 
 
 def _lies_by_columns(matrix: Tensor) -> bool:
-    """Whether torch makes a gradient of it by columns as well: then every sum runs in its order."""
+    """Return whether torch computes the gradient of ``matrix`` by columns, so that every sum runs in that order."""
     return matrix.stride() == (1, len(matrix))

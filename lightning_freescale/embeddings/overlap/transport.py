@@ -1,6 +1,6 @@
 """The worker thread of a collection, and its messages between ranks.
 
-Bytes and waits are counted. Where NCCL moves the messages of several collections, all ranks launch them in one order.
+It counts bytes and waits. If NCCL moves the messages of several collections, all ranks launch them in the same order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 
 
 class LaunchOrder:
-    """The order in which one process launches the exchanges of its collections where NCCL moves them: that of rank 0.
+    """The order in which one process launches the exchanges of its collections if NCCL moves them: the order of rank 0.
 
-    NCCL's kernels wait on the device for those of the other ranks. With a communicator for each collection, two ranks that
-    launch in different orders may wait for each other, if anything keeps the second kernel from starting before the first has
-    ended. So the collections take turns, and rank 0 numbers each exchange when it gets there. No rank waits in vain for a lower
-    number: after a head all ranks are at the same message, and a job without a head is submitted directly after one with one.
+    NCCL's kernels wait on the device for those of the other ranks. With one communicator per collection, two ranks that launch
+    in different orders may wait for each other, if the second kernel cannot start before the first has ended. So the
+    collections take turns, and rank 0 numbers each exchange when it reaches it. Every lower number is launched eventually:
+    after a head all ranks are at the same message, and a job without a head directly follows a job with one.
 
     All-reduces of DistributedDataParallel and exchanges of TorchRec's own modules are launched by torch and take no turns. They
-    start beside ours, whose communicators take few of the device's multiprocessors.
+    start beside these exchanges, whose communicators use few of the device's multiprocessors.
 
     Args:
         timeout: how long an exchange waits for those before it.
@@ -49,94 +49,94 @@ class LaunchOrder:
         self._failure = ""
 
     def draw(self) -> int:
-        """Return the next number; on rank 0 only, which tells it to the others."""
+        """Return the next number. Only rank 0 calls this; it sends the number to the others."""
         with self._changed:
             number, self._drawn = self._drawn, self._drawn + 1
         return number
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Launch in the block, after the exchanges with lower numbers.
+        """Enter the context in which to launch, after the exchanges with lower numbers.
 
         Raises:
-            RuntimeError: one of them has failed, or has not been launched in time.
+            RuntimeError: one of these failed, or was not launched in time.
         """
         with self._changed:
             seconds = self._timeout.total_seconds()
             if not self._changed.wait_for(lambda: self._failure or self._launched == number, seconds):
                 raise RuntimeError(
-                    f"exchange {number} of this rank's collections waited {seconds:g} s for exchange {self._launched}, which "
-                    "has not been launched"
+                    f"Exchange {number} of this rank's collections waited {seconds:g} s for exchange {self._launched}, which "
+                    "was not launched."
                 )
             if self._failure:
-                raise RuntimeError(f"an exchange launched before this one has failed: {self._failure}")
+                raise RuntimeError(f"An exchange launched before this one failed: {self._failure}")
         yield
         with self._changed:
             self._launched = number + 1
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Raise an error wherever an exchange waits for its turn, because one before it will not be launched."""
+        """Raise an error in all waits for a turn, because an exchange will not be launched."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
 
 
 def refuse_one_queue() -> None:
-    """Check that work on one stream need not wait for work on another.
+    """Refuse an environment in which work on one stream waits for work on another.
 
     Raises:
-        ValueError: the environment gives the device one queue, in which all waits for what was launched before.
+        ValueError: the environment gives the device one queue.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue, in which an overlapped exchange and DDP's all-reduce "
-            "may wait for each other forever: unset it, or pass FreeScaleStrategy(exchange='torchrec')"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue. An overlapped exchange and DDP's all-reduce may wait "
+            "for each other there forever. Unset the variable, or pass FreeScaleStrategy(exchange='torchrec')."
         )
 
 
 FAREWELL = timedelta(seconds=2)
-"""How long a rank that has done all its exchanges waits for the others."""
+"""How long a rank that has finished its exchanges waits for the others."""
 
 
 class ExchangeObserver(Protocol):
-    """The part of a timeline that records exchanges, and waits for rows."""
+    """The part of a timeline that records exchanges and waits for rows."""
 
     @property
     def recording(self) -> bool:
-        """Whether anything is recorded now."""
+        """Whether it records anything now."""
 
     def stamp(self) -> Any:
-        """Return a stamp of now."""
+        """Return a time stamp."""
 
     def awaited(self, name: str, arrived: Any) -> AbstractContextManager[Any]:
-        """Record the block as a wait for others, by a rank which had done its part at ``arrived``.
+        """Record the context as a wait for others, by a rank that finished its own part at ``arrived``.
 
-        It is entered with a record whose ``done`` takes the stamp of when that was over, or with None.
+        The context yields a record whose ``done`` takes the stamp of the end of that collective, or None.
         """
 
     def background_collective(self, name: str, moved: int) -> AbstractContextManager[None]:
-        """Record the block as a collective of another thread that moves so many bytes."""
+        """Record the context as a collective of another thread that moves ``moved`` bytes."""
 
 
 def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[int] | None = None) -> Any:
-    """Make a process group for the messages of one collection, between all ranks or those given. Collective."""
+    """Create a process group for the messages of one collection. Collective."""
     return dist.new_group(ranks, backend=BACKEND, timeout=timeout, pg_options=OverlapOptions(transport, name=name))
 
 
 class Transport:
-    """Moves the messages of one collection over its own group.
+    """Sends the messages of one collection over its own process group.
 
     Args:
-        group: process group of this collection alone.
-        dim: width of a row.
-        device: of rows and ids.
-        statistics: what to count in.
-        order: in which exchanges of device memory take turns with those of other collections; None: they need not.
+        group: the process group of this collection.
+        dim: the width of a row.
+        device: the device of rows and ids.
+        statistics: counts bytes and seconds.
+        order: the launch order shared with other collections; None if there is none.
         far: which ranks of the group are on other nodes; empty if none is, or if the nodes are unknown.
 
     Attributes:
-        observer: is told of every exchange.
+        observer: records every exchange.
     """
 
     def __init__(
@@ -154,32 +154,32 @@ class Transport:
         self._far = far
 
     def rows(self, count: int) -> Tensor:
-        """Return memory for ``count`` rows."""
+        """Return uninitialized memory for ``count`` rows."""
         return torch.empty(count, self.dim, device=self.device)
 
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
-        """Send ``gives[rank]`` floats of the message to each rank, and take ``gets[rank]`` from it, or fewer. Collective."""
+        """Send ``gives[rank]`` floats to each rank and receive ``gets[rank]``, or at most as many if not exact. Collective."""
         began = time.perf_counter()
         with self._recorded(gives, gets if exact else gives), self._turn():
             self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
         self._statistics.count(transfer_s=time.perf_counter() - began)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
-        """Send ``gives[rank]`` rows to each rank, and return those that come, ``gets[rank]`` from each. Collective."""
+        """Send ``gives[rank]`` rows to each rank and return ``gets[rank]`` received rows of each. Collective."""
         received, dim = self.rows(sum(gets)), self.dim
         self.exchange(received, values, [size * dim for size in gives], [size * dim for size in gets], exact=True)
         self.count("colliding", 4 * dim, gives)
         return received
 
     def exchange_words(self, words: Tensor, gives: list[int], gets: list[int]) -> Tensor:
-        """Send ``gives[rank]`` numbers of 32 bits to each rank, and return those that come. Collective."""
+        """Send ``gives[rank]`` numbers of 32 bits to each rank and return the received ones. Collective."""
         received = words.new_empty(sum(gets))
         self.exchange(received.view(torch.float32), words.view(torch.float32), gives, gets, exact=True)
         self.count("ids", 4, gives)
         return received
 
     def exchange_numbers(self, numbers: np.ndarray) -> list[list[int]]:
-        """Send row ``rank`` of numbers of 32 bits to each rank, from host to host; return a row of each. Collective."""
+        """Send ``numbers[rank]``, of 32 bits, from host to host; return the received row of each rank. Collective."""
         received, size = np.empty_like(numbers), [numbers.shape[1]] * self.ranks
         with self._recorded(size, size):
             self._group.exchange(torch.from_numpy(received.ravel()), torch.from_numpy(numbers.ravel()), size, size, exact=True)
@@ -187,21 +187,21 @@ class Transport:
         return [[int(number) for number in row] for row in received]
 
     def say_farewell(self) -> None:
-        """Wait until all ranks have come as far as this, or one of them is gone or late."""
+        """Wait until all ranks have called this, or one of them has failed or is late."""
         if self.device.type == "cpu":
             nothing, sizes = torch.zeros(self.ranks), [1] * self.ranks
             with suppress(dist.DistBackendError):
                 self._group.exchange(torch.empty_like(nothing), nothing, sizes, sizes, exact=True, timeout=FAREWELL)
 
     def count(self, kind: str, width: int, gives: list[int]) -> None:
-        """Count the bytes of what goes to other ranks: ``gives[rank]`` times ``width`` to each."""
+        """Count the bytes sent to other ranks: ``gives[rank]`` times ``width`` to each."""
         counted = {f"{kind}_bytes": width * (sum(gives) - gives[self.rank])}
         if self._far:
             counted["cross_node_bytes"] = width * sum(compress(gives, self._far))
         self._statistics.count(**counted)
 
     def _turn(self) -> AbstractContextManager[None]:
-        """Return the block in which this collection may launch. Collective."""
+        """Return the context in which this collection may launch. Collective."""
         if self._order is None:
             return nullcontext()
         first, others = self.rank == 0, [0, *[1] * (self.ranks - 1)]
@@ -220,35 +220,29 @@ class Transport:
 
 
 class _JobDone(NamedTuple):
-    """A job that has run.
+    """The result of a job."""
 
-    Attributes:
-        result: what it returned.
-        queued: on CUDA the event behind the work that it has queued.
-        stamp: of when it was done; None if no observer records.
-    """
-
-    result: Any
-    queued: Any
-    stamp: Any
+    result: Any  # its return value
+    queued: Any  # on CUDA: the event behind its queued work
+    stamp: Any  # when it finished; None if no observer records
 
 
 class ExchangeWorker(WorkerThread):
-    """A worker with a CUDA stream of its own, that ends with the first error.
+    """A worker thread with a CUDA stream that stops at the first error.
 
-    Its queue is the agreed order of the exchanges: every rank's jobs exchange the same messages in the same order, so no rank
-    has to ask another. One queue for all collections would have to know in which order the model calls them.
+    Its queue is the agreed order of exchanges: every rank's jobs exchange the same messages in the same order, without
+    coordination. A queue for all collections would require knowing in which order the model calls them.
 
     Args:
-        path: of the collection, for errors.
-        device: of the rows.
+        path: the path of the collection, for errors.
+        device: the device of the rows.
         statistics: counts waits.
-        order: in which its exchanges are launched.
-        hops: groups to abort when a job fails, because ranks outside of them would not hear of it.
+        order: the launch order of its exchanges.
+        hops: process groups to abort when a job fails, because ranks outside of them would not notice.
 
     Attributes:
-        error: what a job has raised.
-        observer: is told when training waits for rows.
+        error: the error of a job; None if none has failed.
+        observer: records waits for rows.
     """
 
     def __init__(
@@ -267,7 +261,7 @@ class ExchangeWorker(WorkerThread):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue a job; work that the current CUDA stream has been given so far comes before it."""
+        """Queue a job. It runs after the work that the current CUDA stream has been given so far."""
         issued = None
         if self._stream is not None:
             _record_stream(args, self._stream)
@@ -275,10 +269,10 @@ class ExchangeWorker(WorkerThread):
         return super().submit(self._run_in_order, issued, job, *args)
 
     def wait(self, future: Future[Any]) -> Any:
-        """Wait for a job, and return its result; on CUDA the current stream waits for what the job has queued.
+        """Wait for a job and return its result. On CUDA, the current stream waits for the work that the job has queued.
 
         Raises:
-            Exception: what the job, or one before it, raised.
+            Exception: the error of the job, or of one before it.
         """
         done: _JobDone = future.result()
         if self._stream is not None:
@@ -286,11 +280,11 @@ class ExchangeWorker(WorkerThread):
         return done.result
 
     def arrive(self) -> None:
-        """Note that this rank has done its part of what it will await next."""
+        """Record that this rank has finished its part of the next awaited exchange."""
         self._arrived = None if self.observer is None else self.observer.stamp()
 
     def await_rows(self, *jobs: Future[Any] | None) -> Any:
-        """Wait as :meth:`wait` for jobs that run in this order, as exposed communication; return the last one's result."""
+        """Wait for jobs in order, as exposed communication; return the last one's result. See :meth:`wait`."""
         result, last = None, None
         arrived, self._arrived = self._arrived, None
         observed: AbstractContextManager[Any] = (
@@ -305,7 +299,7 @@ class ExchangeWorker(WorkerThread):
         return result
 
     def hand_over(self, *tensors: Tensor) -> None:
-        """Let ``tensors`` that a job made be used on the current stream from now on."""
+        """Allow the current stream to use tensors that a job created."""
         if self._stream is not None:
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self._stream.device))
@@ -314,7 +308,7 @@ class ExchangeWorker(WorkerThread):
         return self.observer.stamp() if self.observer is not None and self.observer.recording else None
 
     def _run_in_order(self, issued: Any, job: Callable[..., Any], *args: Any) -> Any:
-        if self.error is not None:  # a job failed, so the peers of those behind it cannot be in step
+        if self.error is not None:  # a job failed, so the other ranks are out of step for those behind it
             raise self.error
         try:
             if self._stream is None:
@@ -323,14 +317,14 @@ class ExchangeWorker(WorkerThread):
                 self._stream.wait_event(issued)
                 result = job(*args)
                 return _JobDone(result, self._stream.record_event(), self._stamp())
-        except ValueError as error:  # says by itself what is wrong
+        except ValueError as error:  # explains itself
             self.error = error
-        except BaseException as error:  # any: another thread waits for the job
-            self.error = RuntimeError(f"embedding exchange of collection {self._path!r}: {error}")
+        except BaseException as error:  # any error: another thread waits for the job
+            self.error = RuntimeError(f"Embedding exchange of collection {self._path!r}: {error}")
             self.error.__cause__ = error
             for group in self._hops:
                 group.abort()
-        if self._order is not None:  # others may wait for their turn after this one's
+        if self._order is not None:  # other collections may wait for their turn after this one
             self._order.fail(str(self.error))
         raise self.error
 

@@ -39,7 +39,7 @@ def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseExcept
     if isinstance(error, ValueError):
         assert raised[0] is error, "it says by itself what is wrong"
     else:
-        assert str(raised[0]) == f"embedding exchange of collection 'items': {error}" and raised[0].__cause__ is error
+        assert str(raised[0]) == f"Embedding exchange of collection 'items': {error}" and raised[0].__cause__ is error
     assert worker.stop(timeout=30.0)
 
 
