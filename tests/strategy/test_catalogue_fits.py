@@ -344,7 +344,7 @@ def test_the_sizes_are_stated_once() -> None:
     ((few,), (many,), none) = run_distributed(lambda: [_messages(model) for model in models], 2)[0]
     assert none == []
     assert "'item_emb.weight' (41 x 8)" in few and "on 2 ranks" in few and "kept for backward." in few
-    assert "shard=" not in few and many.endswith("leave the table out of shard=")
+    assert "shard=" not in few and many.endswith("leave the table out of shard=.")
 
 
 def test_no_row_is_fetched_ahead() -> None:

@@ -115,7 +115,7 @@ def test_turns_are_taken_by_number() -> None:
 
 def test_a_turn_that_does_not_come_is_an_error_in_time() -> None:
     order = LaunchOrder(timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError, match=r"exchange 1 .* 0\.1 s .*exchange 0"), order.turn(1):
+    with pytest.raises(RuntimeError, match=r"Exchange 1 .* 0\.1 s .*exchange 0"), order.turn(1):
         pass
 
 
