@@ -1,4 +1,4 @@
-"""Know the ids of the next batch: find the path to the ids in one batch, follow it in the next, and compare ids."""
+"""Predict the ids of the next batch: find the path to the ids in a batch, follow it in the next batch, and compare ids."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class KJTPath:
-    """Where in a batch the ids are.
+    """The path to the ids in a batch.
 
     Attributes:
-        whole: where a KeyedJaggedTensor stands in the batch; None if the model makes one of tensors in the batch.
-        keys: its features, if it is made.
-        tensors: where the tensors are that it is made of, by the names of KeyedJaggedTensor's arguments. Those of
-            :class:`EmbeddingIds` are made of one tensor, ``"ids"``.
-        slices: which part of that tensor they are; all of it if empty.
+        whole: path of a KeyedJaggedTensor; None if the model builds one from tensors in the batch.
+        keys: features, if the model builds the KeyedJaggedTensor.
+        tensors: paths of the tensors, by the names of KeyedJaggedTensor's arguments, or ``"ids"`` for :class:`EmbeddingIds`.
+        slices: slices of the tensor ``"ids"``; empty for the whole tensor.
     """
 
     whole: Steps | None
@@ -35,11 +34,11 @@ class KJTPath:
 
 
 def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
-    """Return where ``features``, or the tensors it was made of, stand in ``batch``; None if they do not.
+    """Return the path in ``batch`` to ``features`` or to the tensors that it was built from; None if there is none.
 
-    Looks into mappings, lists, tuples, dataclasses and plain objects. The same object comes first, then a KeyedJaggedTensor
-    over the same memory, then single tensors. Empty tensors have no memory: they are found only as the same object. The ids
-    of an ``nn.Embedding`` may be a slice of a tensor, such as ``items[:, :-1]``.
+    The search includes mappings, lists, tuples, dataclasses and plain objects. It prefers the same object, then a
+    KeyedJaggedTensor with the same memory, then single tensors. Empty tensors have no memory, so only the same object is found.
+    The ids of an ``nn.Embedding`` may be a slice of a tensor, such as ``items[:, :-1]``.
     """
     nodes = list(walk(batch))
     if isinstance(features, EmbeddingIds):
@@ -51,7 +50,7 @@ def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
 
 
 def follow_path(batch: Any, path: KJTPath) -> KeyedJaggedTensor | None:
-    """Return the ids of another batch; None if it has no such place, or something else is there."""
+    """Return the ids of another batch; None if the path does not exist there or leads to another type."""
     if path.whole is not None:
         found = _at(batch, path.whole)
         return found if isinstance(found, KeyedJaggedTensor) else None
@@ -65,7 +64,7 @@ def follow_path(batch: Any, path: KJTPath) -> KeyedJaggedTensor | None:
 
 
 def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors are the same object or the same view of the same memory. Two missing ones are."""
+    """Return whether two tensors are the same object, the same view of the same memory, or both None."""
     if a is b:
         return True
     if a is None or b is None or a.layout is not torch.strided or b.layout is not torch.strided or a.is_nested or b.is_nested:
@@ -76,12 +75,12 @@ def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -> KJTPath | None:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        return None  # more than three tensors make such a one
+        return None  # built from more than three tensors
     needed = {"values": features.values()}
     if features.weights_or_none() is not None:
         needed["weights"] = features.weights()
     tensors = {name: _find_tensor(nodes, tensor) for name, tensor in needed.items()}
-    # whichever the model did not pass, TorchRec has computed: it stands in no batch
+    # the model passes either lengths or offsets, and TorchRec computes the other, which is in no batch
     for name, tensor in (("lengths", features.lengths_or_none()), ("offsets", features.offsets_or_none())):
         steps = None if tensor is None else _find_tensor(nodes, tensor)
         if steps is not None:
@@ -96,7 +95,7 @@ def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -
 def _find_ids(nodes: list[tuple[Steps, Any]], features: EmbeddingIds) -> KJTPath | None:
     found, keys = ((steps, node) for steps, node in nodes if isinstance(node, Tensor)), tuple(features.keys())
     tensors = [(steps, node) for steps, node in found if node.layout is torch.strided and not node.is_nested]
-    for steps, node in tensors:  # of any shape: they are looked up as one row of ids
+    for steps, node in tensors:  # the ids may have any shape, because features contain them as one row
         if same_memory(node, features.ids) or (node.is_contiguous() and same_memory(node.view(-1), features.values())):
             return KJTPath(None, keys, (("ids", steps),))
     for steps, node in tensors:
@@ -107,10 +106,10 @@ def _find_ids(nodes: list[tuple[Steps, Any]], features: EmbeddingIds) -> KJTPath
 
 
 def _slices_of(whole: Tensor, part: Tensor) -> tuple[slice, ...] | None:
-    """Return how ``part`` was cut out of ``whole``, of the same number of dimensions; None if it was not.
+    """Return the slices of ``whole`` that are ``part``, with the same number of dimensions; None if there are none.
 
-    Counted from the front where it begins and from the back where it ends, as ``[1:]`` and ``[:-1]`` are, for a tensor of
-    another size.
+    Starts count from the front and ends count from the back, as in ``[1:]`` and ``[:-1]``, because other batches have other
+    sizes.
     """
     same = whole.dtype == part.dtype and whole.stride() == part.stride() and min(whole.stride(), default=0) > 0
     if not same or part.data_ptr() == 0 or whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
@@ -155,15 +154,15 @@ def _at(batch: Any, steps: Steps) -> Any:
 
 
 class KJTSnapshot:
-    """Ids as they are now, to be submitted, and to be compared later with those that the model passes.
+    """A copy of predicted ids, to submit now and to compare later with the ids that the model looks up.
 
-    They are copied, so that later changes of the tensors are not seen. On the CPU they are compared with the
-    copy, because torch does not count what a numpy view changes. On CUDA, where there is no such view, the tensors themselves
-    are kept as well, one by one (TorchRec adds lengths or offsets to a KeyedJaggedTensor later), and changes in place are seen
-    by torch's version counters; those through ``.data`` are not. Inference tensors have none.
+    On the CPU the comparison uses the copy, because torch does not count writes through a NumPy view. On CUDA, where there are
+    no such views, it uses the original tensors and detects writes by torch's version counters. Writes through ``.data`` are not
+    detected. Inference tensors have no counters, so the copy is compared. The tensors are kept one by one, because TorchRec
+    adds lengths or offsets to a KeyedJaggedTensor later.
 
     Attributes:
-        features: the copy, to submit.
+        features: copy to submit.
     """
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
@@ -174,15 +173,14 @@ class KJTSnapshot:
         self._writes = self._count_writes()
 
     def matches(self, passed: KeyedJaggedTensor) -> bool:
-        """Return whether ``passed`` holds the features of this snapshot in the same order, with the same lengths, ids, weights.
+        """Return whether ``passed`` has the same features, lengths, ids and weights in the same order.
 
-        On CUDA it is free if they share their memory; otherwise contents are compared, and the host waits for that. False if
-        the snapshot's tensors have been changed in place: the ids are gone then.
+        On CUDA tensors with the same memory need no comparison. Otherwise the host waits for the comparison. The result is
+        False if the original tensors were changed in place.
         """
         return self._count_writes() == self._writes and self._parts.same(_FeatureTensors(passed))
 
     def _count_writes(self) -> list[int]:
-        """Return how often each tensor has been changed in place; copies cannot be changed."""
         return [] if self._copied else [tensor._version for tensor in self._parts.tensors()]
 
 
@@ -208,7 +206,7 @@ class _FeatureTensors:
         )
 
     def _same_jagged(self, other: _FeatureTensors) -> bool:
-        """One of the two tells the other, and both may be there: look for shared memory before comparing."""
+        # lengths determine offsets. If both exist, one of them may share its memory
         both = ((self.lengths, other.lengths), (self.offsets, other.offsets))
         if any(a is not None and same_memory(a, b) for a, b in both):
             return True
@@ -223,7 +221,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         return True
     if a is None or b is None or (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
         return False
-    return torch.equal(a, b)  # on CUDA the host waits here
+    return torch.equal(a, b)  # on CUDA the host waits
 
 
 def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -241,88 +239,87 @@ def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 _PATIENCE = 3
-"""Failures in a row after which a probe gives up."""
+"""The number of successive failures after which a probe gives up."""
 
 
 GivesUp: TypeAlias = tuple[bool, bool]
-"""Whether a rank gives up the prediction of ids: if the ids of the current batch are not mispredicted, and if they are."""
+"""Whether a rank gives up the prediction of ids if the prediction for the current batch is right, and if it is wrong."""
 
 
 class Probe:
-    """How the ids of one collection are known: where in a batch they are, who else tells them, and when to stop trying.
+    """The prediction of the ids of one collection, from paths in the batch or from a function of the user.
 
-    A model may look the collection up several times in a step, now more often, now less: all places are asked that any step's
-    lookups were found at.
+    A model may look up the collection several times in a step, and steps may have different numbers of lookups. The probe
+    follows all paths at which the ids of any step were found.
 
     Attributes:
         gave_up: whether :meth:`give_up` was called.
-        reason: why it was called.
+        reason: reason for which it was called.
     """
 
     def __init__(self) -> None:
         self.gave_up, self.reason = False, ""
         self._paths: list[KJTPath] = []
-        self._told_by: str | None = None
+        self._function: str | None = None  # the name of the function that has returned the current ids
         self._failures = 0
 
     @property
     def known(self) -> bool:
-        """Whether a function returns the ids, or :meth:`ids_of` has paths to follow."""
-        return bool(self._paths) or self._told_by is not None
+        """Whether a function returns the ids or :meth:`ids_of` has paths to follow."""
+        return bool(self._paths) or self._function is not None
 
     @property
     def gives_up(self) -> GivesUp:
-        """Whether the probe gives up after the next lookup, for either outcome."""
+        """The value of ``gave_up`` after the next lookup, for either outcome."""
         return self.gave_up, self.gave_up or self._failures + 1 >= _PATIENCE
 
     def learn(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
-        """Learn where in ``batch`` the ids stand that were looked up in a step on it, if they were not known ahead."""
+        """Learn the paths in ``batch`` to the ids of ``lookups`` that were not predicted."""
         if not self.gave_up and not self._find_new(batch, lookups) and not self._paths:
-            self.give_up("they do not stand in the batch")
+            self.give_up("they are not in the batch")
 
     def ids_of(self, batch: Any) -> list[KeyedJaggedTensor] | None:
-        """Return the ids in another batch, by lookup; None if they are not known. Ask once per batch: it may be a failure."""
-        self._told_by = None
+        """Return the ids of each lookup of another batch; None if they are not known. Call it once, as it counts failures."""
+        self._function = None
         if not self._paths:
             return None
         found = [features for path in self._paths if (features := follow_path(batch, path)) is not None]
         if not found:
-            self._count_failure("batches differ in where they stand")
+            self._count_failure("they are at different places in different batches")
         return found or None
 
-    def told(self, lookups: Sequence[KeyedJaggedTensor], by: str) -> list[KeyedJaggedTensor] | None:
-        """Return the ids that a function has returned for another batch; None if they were wrong too often."""
+    def accept(self, lookups: Sequence[KeyedJaggedTensor], function: str) -> list[KeyedJaggedTensor] | None:
+        """Return the ids that the user's function has returned; None if they were wrong too often."""
         if self.gave_up:
             return None
-        self._told_by = by
+        self._function = function
         return list(lookups)
 
     def report(self, predicted: bool, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> None:
-        """Take note of whether ids submitted ahead were those looked up in the step on ``batch``."""
+        """Record whether the prediction for the step on ``batch`` was right."""
         if predicted:
             self._failures = 0
         elif self.gave_up:
-            return  # they had been submitted before it gave up
-        elif self._told_by is not None:
-            self._count_failure(f"{self._told_by} tells others than the model looks up")
+            return  # the ids were submitted before the probe gave up
+        elif self._function is not None:
+            self._count_failure(f"{self._function} returns other ids than the model looks up")
         elif not self._find_new(batch, lookups):
-            self._count_failure("the model looks up others than those that stand in the batch")
+            self._count_failure("the model looks up other ids than those in the batch")
 
     def give_up(self, reason: str) -> None:
-        """Stop trying, because the ids cannot be known."""
+        """Stop the prediction."""
         if not self.gave_up:
-            self.gave_up, self.reason, self._paths, self._told_by = True, reason, [], None
+            self.gave_up, self.reason, self._paths, self._function = True, reason, [], None
 
     def give_up_with_others(self) -> None:
-        """Give up because another rank has: an exchange is overlapped on all ranks or on none."""
-        by = self._told_by
-        reason = (
-            "another rank does not know them" if by is None else f"on another rank {by} does not tell what the model looks up"
-        )
-        self.give_up(reason)
+        """Give up because another rank has given up: an exchange is overlapped on all ranks or on none."""
+        if self._function is None:
+            self.give_up("another rank cannot predict them")
+        else:
+            self.give_up(f"on another rank {self._function} returns other ids than the model looks up")
 
     def _find_new(self, batch: Any, lookups: Sequence[KeyedJaggedTensor]) -> bool:
-        """Add the places of lookups to those known; return whether all have one and any is new."""
+        """Add the paths of lookups; return whether all lookups have a path and one is new."""
         new = [path for features in lookups if (path := find_path(batch, features)) is not None]
         all_found = len(new) == len(lookups)
         for path in self._paths:

@@ -151,7 +151,7 @@ class Lookahead:
         self.asked, self._told, found = True, told, {}
         for path, probe in self._probes.items():
             if self.function is not None and path in told:
-                ids = probe.told(told[path], self.function.name)
+                ids = probe.accept(told[path], self.function.name)
             else:
                 ids = probe.ids_of(batch)
             if ids is not None:

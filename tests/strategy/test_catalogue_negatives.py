@@ -106,7 +106,7 @@ SHARD = {"shard": ["item_emb"]}
 def case(loss: Any, lookups: int, optimizer: str, known: bool = True) -> Case:
     # the first step shows where ids stand in a batch, and the second one's are asked for before that
     ahead = (lookups * (STEPS - 2), lookups * 2, 0) if known else (0, lookups * STEPS, 0)
-    notice = "" if known else "'item_emb': they do not stand in the batch"
+    notice = "" if known else "'item_emb': they are not in the batch"
     return Case(lambda: Sampled(loss, optimizer), _loader, {"max_epochs": 1}, ahead=ahead, notice=notice)
 
 

@@ -95,18 +95,18 @@ def test_nothing_found_is_the_end() -> None:
 
 def test_what_a_function_tells_until_it_was_wrong_three_times() -> None:
     probe, ids = Probe(), make_features()
-    assert probe.told([ids], "my_function") == [ids] and probe.known
+    assert probe.accept([ids], "my_function") == [ids] and probe.known
     for matched in (False, False, True, False, False):
         probe.report(matched, {}, [LOST])
-        assert probe.told([ids], "my_function") == [ids]
+        assert probe.accept([ids], "my_function") == [ids]
     _miss(probe)
-    assert probe.gave_up and not probe.known and probe.told([ids], "my_function") is None
+    assert probe.gave_up and not probe.known and probe.accept([ids], "my_function") is None
     assert "my_function" in probe.reason
 
 
 def test_what_a_function_no_longer_tells_is_looked_for_in_the_batch() -> None:
     probe, ids = Probe(), make_features()
-    probe.told([ids], "my_function")
+    probe.accept([ids], "my_function")
     assert probe.ids_of({"ids": ids}) is None and not probe.known
     probe.learn({"ids": ids}, [ids])
     assert probe.ids_of({"ids": ids}) == [ids]
@@ -127,7 +127,7 @@ def test_all_ranks_give_up_if_one_does() -> None:
         probe.give_up_with_others()
         assert probe.gave_up and not probe.known and "another rank" in probe.reason
     probe = Probe()
-    probe.told([make_features()], "my_function")
+    probe.accept([make_features()], "my_function")
     probe.give_up_with_others()
     assert "another rank my_function" in probe.reason
 
