@@ -28,16 +28,7 @@ _MISSING = "it does not exist"
 
 
 def check(path: Path, *, together: bool) -> None:
-    """Check that a checkpoint is complete, by its checksums.
-
-    Args:
-        path: the file or folder.
-        together: whether all ranks call the function and each reads a share. Collective if True.
-
-    Raises:
-        FileNotFoundError: it does not exist on any rank.
-        ValueError: it is incomplete on some rank.
-    """
+    """Check by its checksums that a checkpoint is complete. If ``together``, each rank checks a share. Collective then."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
     reason = _format(path).damage(path, rank, ranks) if path.exists() else _MISSING
     reasons = [reason] if ranks == 1 else gather_objects(reason)
@@ -65,12 +56,7 @@ def newest_whole_beside(path: Path) -> Path | None:
 
 
 def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint; large tensors are read when they are used.
-
-    Raises:
-        ValueError: it was not saved by the Trainer, or ``weights_only`` is set and it contains other objects than tensors and
-            numbers.
-    """
+    """Read a checkpoint of the Trainer; large tensors are read when they are used."""
     try:
         found = _format(path).read(path, weights_only)
     except UnpicklingError as error:
@@ -97,8 +83,7 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
     """Check and read a checkpoint, a file or a folder; large tensors are read when they are used.
 
     Raises:
-        ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects
-            than tensors and numbers.
+        ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects.
         OSError: it does not exist.
     """
     check(path, together=False)  # other ranks of a run may not call this function

@@ -25,11 +25,8 @@ def gather_accumulated(
 ) -> list[dict[str, Any]]:
     """Return the accumulated gradients of every rank on rank 0; an empty list if there are none. Collective.
 
-    Args:
-        wait: whether this rank has accumulated gradients.
-        module: module whose dense parameters have gradients.
-        sharded: names of its sharded parameters, which have no gradients.
-        engine: drained engine, which has the gradients of the tables; None without overlap.
+    ``wait`` tells whether this rank has accumulated gradients. The ``sharded`` parameters have none; the drained engine has
+    those of the tables.
     """
     if not any(gather_objects(wait)):
         return []
@@ -41,18 +38,7 @@ def gather_accumulated(
 def restore_accumulated(
     ranks: list[dict[str, Any]], module: nn.Module, sharded: Container[str], wrapped: nn.Module, engine: OverlapEngine | None
 ) -> None:
-    """Restore this rank's part of a result of :func:`gather_accumulated`, before the first step.
-
-    Args:
-        ranks: the result.
-        module: see :func:`gather_accumulated`.
-        sharded: see :func:`gather_accumulated`.
-        wrapped: the module or the DistributedDataParallel around it.
-        engine: see :func:`gather_accumulated`.
-
-    Raises:
-        ValueError: the result has another number of ranks, or parameters or tables that this run does not have.
-    """
+    """Restore this rank's part of a result of :func:`gather_accumulated`, before the first step."""
     if len(ranks) != dist.get_world_size():
         raise ValueError(
             f"the checkpoint was written between two optimizer steps and has the accumulated gradients of {len(ranks)} ranks, "

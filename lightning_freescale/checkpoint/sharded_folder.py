@@ -36,18 +36,10 @@ T = TypeVar("T")
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
-    """Write a checkpoint with this rank's pieces of its deferred tensors. Collective on ``group``.
+    """Write a checkpoint with this rank's pieces, ``spread``, of its deferred tensors. Collective on ``group``, a CPU group.
 
-    The files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the disk.
-
-    Args:
-        checkpoint: the checkpoint, on rank 0.
-        folder: a folder on a file system that all ranks share.
-        spread: the deferred tensors of the checkpoint.
-        group: process group of all ranks for tensors on the CPU; None for one rank.
-
-    Raises:
-        RuntimeError: a rank could not write; raised on every rank.
+    The files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the disk. All ranks must
+    share the file system. If a rank cannot write, all ranks raise a RuntimeError.
     """
     rank, beside = 0 if group is None else group.rank(), folder.with_name(f".{folder.name}.part")
     what = f"the checkpoint {folder} could not be written"

@@ -30,11 +30,8 @@ _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
     """Write a checkpoint with the values of its deferred tensors on rank 0. Collective.
 
-    The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk.
-
-    Raises:
-        RuntimeError: rank 0 could not write the file; raised on the other ranks.
-        OSError: the file could not be written, for example because the disk is full; raised on rank 0.
+    The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk. If rank 0 raises an
+    OSError, for example because the disk is full, the other ranks raise a RuntimeError.
     """
     if dist.get_rank():
         deferred.serve()
@@ -73,11 +70,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def take_place(new: Path, path: Path) -> None:
-    """Rename ``new`` to ``path``, then remove the earlier file or folder at ``path``.
-
-    Raises:
-        OSError: they cannot be renamed.
-    """
+    """Rename ``new`` to ``path``, then remove the earlier file or folder at ``path``."""
     if not path.is_dir() and not (new.is_dir() and path.exists()):
         os.replace(new, path)
         return
@@ -111,11 +104,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint; weights and optimizer states stay in the mapped file, other entries are in memory.
-
-    Raises:
-        UnpicklingError: ``weights_only`` is set and the file contains other objects than tensors and numbers.
-    """
+    """Read a checkpoint; weights and optimizer states stay in the mapped file, other entries are in memory."""
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     if not isinstance(found, dict):
         return found

@@ -30,21 +30,13 @@ _HARMLESS = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tenso
 
 @dataclass(frozen=True)
 class Piece:
-    """The description of the part of a whole tensor that a rank holds.
+    """The description of the part of a whole tensor that a rank holds."""
 
-    Attributes:
-        key: key of the whole tensor.
-        shape: shape of the whole tensor.
-        dtype: dtype of the tensor.
-        place: rows, by position in ``order``, and columns of the piece; empty if the piece is the whole tensor.
-        order: order of the table's rows.
-    """
-
-    key: Key
-    shape: tuple[int, ...]
+    key: Key  # key of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     dtype: torch.dtype
-    place: tuple[slice, ...] = ()
-    order: RowOrder | None = None
+    place: tuple[slice, ...] = ()  # rows, by position in ``order``, and columns; empty for the whole tensor
+    order: RowOrder | None = None  # order of the table's rows
 
     @classmethod
     def of(cls, shard: Shard, key: Key, value: Tensor) -> Piece:
@@ -77,16 +69,11 @@ class Piece:
 
 
 class SpreadTensors:
-    """Tensors by key, divided among the ranks. The constructor is collective.
-
-    Args:
-        own: this rank's pieces with their live values.
-        group: process group of the ranks; None for one rank.
-        device: device of the messages, see :meth:`.ShardedTables.message_device`.
+    """Tensors by key, divided among the ranks of ``group``, or on one rank if it is None. The constructor is collective.
 
     Attributes:
         keys: keys of the tensors, sorted, identical on all ranks.
-        own: this rank's pieces.
+        own: this rank's pieces with their live values.
     """
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -153,9 +140,6 @@ class DeferredTensor(Tensor):
     """A placeholder in a checkpoint for a tensor that is divided among the ranks, until the checkpoint is written.
 
     It has the tensor's shape and dtype, but no values: its memory is reserved and never touched.
-
-    Attributes:
-        key: key of the tensor.
     """
 
     key: Key
@@ -221,9 +205,6 @@ class Deferral(ABC):
 class DeferredTensors(Deferral):
     """Placeholders for tensors that are divided among the ranks. Rank 0 requests their values from the others.
 
-    Args:
-        device: device of the default group's messages.
-
     Attributes:
         held: the tensors in the order in which they were deferred, identical on all ranks.
     """
@@ -253,11 +234,7 @@ class DeferredTensors(Deferral):
         self._send(_FAILED if failed else _DONE)
 
     def serve(self) -> None:
-        """Send the values that rank 0 requests, until it calls :meth:`finish`.
-
-        Raises:
-            RuntimeError: rank 0 could not write the checkpoint.
-        """
+        """Send the values that rank 0 requests until it calls :meth:`finish`; raise a RuntimeError if it has failed."""
         while (number := self._receive()) >= 0:
             self._sources[number].gather(self._tensors[number].key)
         if number == _FAILED:

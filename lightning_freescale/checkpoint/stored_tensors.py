@@ -54,11 +54,7 @@ def name_of(key: Key) -> str:
 
 
 def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's pieces. Collective on ``group``, a group for tensors on the CPU, or None for one rank.
-
-    Raises:
-        CheckpointException: a rank could not write.
-    """
+    """Write this rank's pieces. Collective on ``group``, a group for tensors on the CPU, or None for one rank."""
     writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(pieces)
     dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
@@ -82,21 +78,13 @@ class StoredPieces:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint that stays in the folder until its values are used.
-
-    Attributes:
-        name: name in the folder.
-        shape: shape of the whole tensor.
-        dtype: dtype of the tensor.
-        order: order of the rows in the folder; None for a tensor without rows.
-        pieces: all tensors in the folder.
-    """
+    """A tensor of a checkpoint that stays in the folder until its values are used."""
 
     name: str
-    shape: torch.Size
+    shape: torch.Size  # shape of the whole tensor
     dtype: torch.dtype
-    order: RowOrder | None
-    pieces: StoredPieces
+    order: RowOrder | None  # order of the rows in the folder; None for a tensor without rows
+    pieces: StoredPieces  # all tensors in the folder
 
     def read(self, place: tuple[slice, ...], order: RowOrder, into: Tensor) -> None:
         """Read the rows at positions ``place[0]`` of ``order`` and the columns ``place[1:]`` into ``into``."""

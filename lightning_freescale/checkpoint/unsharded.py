@@ -32,16 +32,10 @@ def module_state_dict(
     shards: Iterable[Shard] | None = None,
     kind: Key = (),
 ) -> dict[str, Any]:
-    """Return the unsharded form of a module's state dict, or of the state dict of a copy. Collective.
+    """Return the unsharded form of this rank's ``sharded`` state dict of a module, or of a copy. Collective.
 
-    By default rank 0 gets the whole tables, and other ranks get the dense part only.
-
-    Args:
-        tables: the tables of the module.
-        sharded: the state dict of this rank.
-        hold: function that returns the entries for the tables.
-        shards: this rank's shards; by default the live ones.
-        kind: suffix of the keys that distinguishes copies from the live tables in a checkpoint with both.
+    By default rank 0 gets the whole tables, and other ranks get the dense part only. For a copy, ``shards`` are its shards, and
+    ``kind`` is the suffix of its keys, which distinguishes it from the live tables in a checkpoint with both.
     """
     shards = tables.shards() if shards is None else shards
     own = [(Piece.of(shard, (shard.table.key, *kind), shard.weight), shard.weight) for shard in shards]
@@ -63,12 +57,7 @@ def module_state_dict(
 
 @torch.no_grad()
 def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
-    """Load an unsharded state dict into a sharded module. Each rank loads its part of the tables.
-
-    Raises:
-        RuntimeError: keys are missing or unexpected, or a table or an id map has another size.
-        ValueError: the id map of a table with managed collisions cannot be divided among this number of ranks.
-    """
+    """Load an unsharded state dict into a sharded module. Each rank loads its part of the tables."""
     module.load_state_dict(loaded_module_state(tables, whole), strict=strict)
 
 
@@ -92,13 +81,9 @@ def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict
 def loaded_state(
     tables: ShardedTables, shards: Iterable[Shard], whole: Mapping[str, Any], held: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load this rank's rows of the tables in an unsharded state dict into ``shards``.
+    """Load this rank's rows of an unsharded state dict into ``shards``.
 
-    Returns:
-        The state dict, with the values of ``held`` for keys that both have.
-
-    Raises:
-        RuntimeError: a table has another size.
+    Return the state dict with the values of ``held`` for keys that both have.
     """
     weights = {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole}
     for table in tables.tables:
@@ -118,9 +103,8 @@ def optimizer_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dict of the user's optimizer with the states of the tables, by default whole on rank 0. Collective.
 
-    Returns:
-        The state dict, and a dict of the values that it cannot hold: the number of optimizer steps, the number of updates of
-        each table, the states of tables with their own optimizer, and the input histories of each rank's id maps.
+    The second result has the values that the state dict cannot hold: the number of optimizer steps, the number of updates of
+    each table, the states of tables with their own optimizer, and the input histories of each rank's id maps.
     """
     states: dict[str, dict[str, Tensor]] = {}
     shards = [shard for shard in tables.shards() if groups.has_state(shard.table.key)]
@@ -139,19 +123,9 @@ def optimizer_state_dict(
 def load_optimizer_state_dict(
     tables: ShardedTables, groups: ParameterGroups, full: dict[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Load the results of :func:`optimizer_state_dict` into the tables. Each rank loads its part.
+    """Load the results of :func:`optimizer_state_dict` into the tables, and return the state dict of the dense optimizer.
 
-    Args:
-        tables: the sharded tables.
-        groups: the parameter groups of the user's optimizer.
-        full: the state dict with the tables.
-        extra: the other values; empty for a checkpoint of another strategy.
-
-    Returns:
-        The state dict of the dense optimizer.
-
-    Raises:
-        ValueError: the checkpoint has updates but no state for a table with a stateful optimizer.
+    Each rank loads its part. ``extra`` is empty for a checkpoint of another strategy.
     """
     dense, states, step = split(full, groups.layout(), groups.tables)
     groups.step = extra.get("updates", step)
@@ -201,12 +175,8 @@ def merge(
 ) -> dict[str, Any]:
     """Return the state dict that the user's optimizer would have if it had also updated the tables.
 
-    Args:
-        dense: the state dict of the optimizer without the tables.
-        layout: the parameter names of every group in the user's order, including the tables.
-        tables: the names of the tables.
-        states: the states of the tables, by name.
-        updates: the number of updates of each table, by name.
+    ``dense`` is the state dict without the tables, and ``states`` and ``updates`` have the state and the number of updates of
+    each table. ``layout`` has the parameter names of every group in the user's order, including the tables.
     """
     if "param_groups" not in dense:  # Lightning's placeholder for a module without optimizer
         return dense
@@ -225,14 +195,7 @@ def merge(
 def split(
     full: dict[str, Any], layout: list[list[str]], tables: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], int]:
-    """Split a result of :func:`merge`.
-
-    Returns:
-        The state dict of the optimizer without the tables, the states of the tables by name, and the number of updates.
-
-    Raises:
-        ValueError: the parameter groups have other sizes than ``layout``.
-    """
+    """Return the state dict without the tables, the states of the tables, and the number of updates; see :func:`merge`."""
     if "param_groups" not in full:
         return full, {}, 0
     sizes, expected = [len(g["params"]) for g in full["param_groups"]], [len(names) for names in layout]

@@ -84,19 +84,11 @@ class _StandIn(Tensor):
 
 
 class CatalogueWeight(_StandIn):
-    """A placeholder for rows of a sharded table, or for their transpose.
+    """A placeholder for rows of a sharded table, or for their transpose."""
 
-    Args:
-        leaf: this rank's part of the weight, with the functions ``freescale_catalogue`` and ``freescale_ranks``.
-        path: path of the embedding.
-        rows: rows of the table.
-        dim: width of a row.
-        transposed: whether the tensor is transposed.
-    """
-
-    leaf: Any
-    rows: range
-    width: int
+    leaf: Any  # this rank's part of the weight, with the functions freescale_catalogue and freescale_ranks
+    rows: range  # rows of the table
+    width: int  # width of a row
     transposed: bool
 
     @staticmethod
@@ -167,21 +159,13 @@ class CatalogueWeight(_StandIn):
 
 
 class CatalogueLogits(_StandIn):
-    """A placeholder for ``hidden @ weight.T + bias``.
+    """A placeholder for ``hidden @ weight.T + bias``."""
 
-    Args:
-        hidden: shape ``[..., dim]``.
-        weight: weight that is not transposed.
-        bias: shape ``[items]``.
-        at: dimension of the items; the last one by default.
-        of_log: whether the values are log-probabilities, after ``log_softmax``.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # shape [..., dim]
     weight: Any  # a CatalogueWeight; torch declares that its rows are a Tensor
-    bias: Tensor | None
-    at: int
-    of_log: bool
+    bias: Tensor | None  # shape [items]
+    at: int  # dimension of the items
+    of_log: bool  # whether the values are log-probabilities, after log_softmax
     detached: bool
 
     @staticmethod

@@ -25,31 +25,18 @@ _KINDS = (EmbeddingCollection, EmbeddingBagCollection)
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table of a collection.
+    """One embedding table of a collection."""
 
-    Attributes:
-        name: name in the TorchRec config.
-        key: name of the weight in the state dict of the whole module.
-        rows: number of embeddings.
-        dim: embedding width.
-        features: KeyedJaggedTensor features that look up the table.
-        init: function that fills a tensor with initial weights.
-        padding_row: row that is zero at first and never updated; None if there is none.
-        mean: whether the rows of a bag are averaged instead of summed.
-        data_type: data type of the weights.
-        first_column: first column of a part of a table, see :func:`.row_layout.parts_by_width`; 0 for a whole table.
-    """
-
-    name: str
-    key: str
+    name: str  # name in the TorchRec config
+    key: str  # name of the weight in the state dict of the whole module
     rows: int
-    dim: int
-    features: tuple[str, ...]
-    init: Callable[[torch.Tensor], Any]
-    padding_row: int | None = None
-    mean: bool = False
+    dim: int  # embedding width
+    features: tuple[str, ...]  # KeyedJaggedTensor features that look up the table
+    init: Callable[[torch.Tensor], Any]  # function that fills a tensor with initial weights
+    padding_row: int | None = None  # row that is zero at first and never updated
+    mean: bool = False  # whether the rows of a bag are averaged instead of summed
     data_type: DataType = DataType.FP32
-    first_column: int = 0
+    first_column: int = 0  # first column of a part of a table, see parts_by_width
 
     @cached_property
     def kernel_dim(self) -> int:
@@ -59,36 +46,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Collection:
-    """An embedding collection of a module, or an ``nn.Embedding``, which is a collection of one table.
+    """An embedding collection of a module, or an ``nn.Embedding``, which is a collection of one table."""
 
-    Attributes:
-        path: path in ``named_modules``.
-        aliases: other paths of the same collection.
-        blueprint: function that builds an unsharded copy on the meta device.
-        torchrec: function that builds the collection for TorchRec to shard, on the meta device, with kernel widths.
-        tables: the tables.
-        sharder: TorchRec's sharder for the collection.
-        pooled: whether it is an EmbeddingBagCollection.
-        managed: whether TorchRec remaps ids before the lookup, so that any id has a row. TorchRec exchanges the rows of such
-            a collection, because they are not known before the lookup.
-        need_indices: whether it returns the ids as the weights of its JaggedTensors.
-        embedding: whether it is an ``nn.Embedding``, see :mod:`.plain_embedding`.
-        weighted: whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id.
-        ties: paths of modules that share the weight of the ``nn.Embedding``, such as an output layer.
-    """
-
-    path: str
-    aliases: tuple[str, ...]
-    blueprint: Callable[[], nn.Module]
-    torchrec: Callable[[], Any]
+    path: str  # path in named_modules
+    aliases: tuple[str, ...]  # other paths of the same collection
+    blueprint: Callable[[], nn.Module]  # builds an unsharded copy on the meta device
+    torchrec: Callable[[], Any]  # builds the collection for TorchRec to shard, on the meta device, with kernel widths
     tables: tuple[Table, ...]
     sharder: ModuleSharder[Any]
-    pooled: bool
-    managed: bool
-    need_indices: bool
-    embedding: bool = False
-    weighted: bool = False
-    ties: tuple[str, ...] = ()
+    pooled: bool  # whether it is an EmbeddingBagCollection
+    managed: bool  # whether TorchRec remaps ids, so that any id has a row, and exchanges the rows, which are not known before
+    need_indices: bool  # whether it returns the ids as the weights of its JaggedTensors
+    embedding: bool = False  # whether it is an nn.Embedding, see plain_embedding
+    weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
+    ties: tuple[str, ...] = ()  # modules that share the weight of the nn.Embedding, such as an output layer
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
@@ -117,11 +88,8 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
     """Return every collection under ``root`` that can be sharded, with its current module.
 
     The module is the user's unsharded module or the sharded module of an earlier call of the strategy. Collections inside
-    other TorchRec modules are not returned, but a collection with managed collisions is.
-
-    Args:
-        root: the module to search.
-        embeddings: plain ``nn.Embedding`` modules to return as collections. Other modules with the same weight are aliases.
+    other TorchRec modules are not returned, but a collection with managed collisions is. The plain ``nn.Embedding`` modules in
+    ``embeddings`` are returned as collections. Other modules with the same weight are their aliases.
 
     Raises:
         ValueError: a module is already sharded by TorchRec, or has managed collisions that cannot be sharded.

@@ -17,15 +17,7 @@ _UNBOUNDED = torch.iinfo(torch.int64).max
 
 
 def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str, int]) -> None:
-    """Check before training that each feature's table has enough rows for the data set.
-
-    Args:
-        collections: collections of a module. Those with managed collisions are not checked.
-        needed: number of different ids of each feature. Missing features are not checked.
-
-    Raises:
-        ValueError: a table is too small.
-    """
+    """Check before training that tables have enough rows for the number of different ids of each feature, ``needed``."""
     for table in (table for collection in collections if not collection.managed for table in collection.tables):
         for feature in table.features:
             if needed.get(feature, 0) > table.rows:
@@ -36,14 +28,7 @@ def check_num_embeddings(collections: Sequence[Collection], needed: Mapping[str,
 
 
 def check_id_ranges(lookups: Iterable[tuple[str, Table, Tensor]]) -> None:
-    """Check that tables have a row for each id. The host waits for the device once.
-
-    Args:
-        lookups: tuples of feature, table and ids, integers of any shape.
-
-    Raises:
-        ValueError: a table has no row for an id.
-    """
+    """Check that tables have a row for each id, by feature, table and ids. The host waits for the device once."""
     given = [lookup for lookup in lookups if lookup[2].numel()]
     if not given:
         return
@@ -66,11 +51,6 @@ class LookupChecks:
     The hook warns once about a second lookup in a step if a table has a stateful optimizer. The backward of each lookup updates
     the table separately, while an unsharded module sums the gradients first. This is allowed, because plain TorchRec does the
     same.
-
-    Attributes:
-        ids: whether to check ids; False for managed collisions, which have a row for any id.
-        lookups: number of lookups with gradients in this step.
-        enabled: whether the hook checks lookups; False if the overlap engine checks them.
     """
 
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
@@ -102,11 +82,7 @@ class LookupChecks:
             )
 
     def check_ids(self, features: Any) -> None:
-        """Check the ids of one lookup; ignore features without a table in the collection.
-
-        Raises:
-            ValueError: an id on the CPU has no row.
-        """
+        """Check the ids of one lookup; ignore features without a table in the collection."""
         if not isinstance(features, KeyedJaggedTensor):
             return
         if features.values().is_cuda:

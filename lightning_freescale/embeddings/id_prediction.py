@@ -18,19 +18,12 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class KJTPath:
-    """The path to the ids in a batch.
+    """The path to the ids in a batch."""
 
-    Attributes:
-        whole: path of a KeyedJaggedTensor; None if the model builds one from tensors in the batch.
-        keys: features, if the model builds the KeyedJaggedTensor.
-        tensors: paths of the tensors, by the names of KeyedJaggedTensor's arguments, or ``"ids"`` for :class:`EmbeddingIds`.
-        slices: slices of the tensor ``"ids"``; empty for the whole tensor.
-    """
-
-    whole: Steps | None
-    keys: tuple[str, ...] = ()
-    tensors: tuple[tuple[str, Steps], ...] = ()
-    slices: tuple[slice, ...] = ()
+    whole: Steps | None  # path of a KeyedJaggedTensor; None if the model builds one from tensors in the batch
+    keys: tuple[str, ...] = ()  # features, if the model builds the KeyedJaggedTensor
+    tensors: tuple[tuple[str, Steps], ...] = ()  # by the names of KeyedJaggedTensor's arguments, or "ids" for EmbeddingIds
+    slices: tuple[slice, ...] = ()  # slices of the tensor "ids"; empty for the whole tensor
 
 
 def find_path(batch: Any, features: KeyedJaggedTensor) -> KJTPath | None:
@@ -154,15 +147,12 @@ def _at(batch: Any, steps: Steps) -> Any:
 
 
 class KJTSnapshot:
-    """A copy of predicted ids, to submit now and to compare later with the ids that the model looks up.
+    """A copy of predicted ids, ``features``, to submit now and to compare later with the ids that the model looks up.
 
     On the CPU the comparison uses the copy, because torch does not count writes through a NumPy view. On CUDA, where there are
     no such views, it uses the original tensors and detects writes by torch's version counters. Writes through ``.data`` are not
     detected. Inference tensors have no counters, so the copy is compared. The tensors are kept one by one, because TorchRec
     adds lengths or offsets to a KeyedJaggedTensor later.
-
-    Attributes:
-        features: copy to submit.
     """
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
@@ -251,10 +241,6 @@ class Probe:
 
     A model may look up the collection several times in a step, and steps may have different numbers of lookups. The probe
     follows all paths at which the ids of any step were found.
-
-    Attributes:
-        gave_up: whether :meth:`give_up` was called.
-        reason: reason for which it was called.
     """
 
     def __init__(self) -> None:

@@ -21,21 +21,13 @@ _SAME_EVERYWHERE = (_SEGMENTS, _BUCKETS, "_current_iter_tensor")
 
 @dataclass(frozen=True)
 class IdRemappingShard:
-    """This rank's shard of the map of one table.
+    """This rank's shard of the id map of one table."""
 
-    Attributes:
-        table: name of the table.
-        prefixes: prefixes of the map's tensors in the whole module's state dict, one for each path of the collection.
-        mc_module: TorchRec's module for the rows of this rank.
-        ends: first row of every rank, followed by the number of rows.
-        rank: index of this rank.
-    """
-
-    table: str
-    prefixes: tuple[str, ...]
-    mc_module: Any
-    ends: tuple[int, ...]
-    rank: int
+    table: str  # name of the table
+    prefixes: tuple[str, ...]  # prefixes in the whole module's state dict, one for each path of the collection
+    mc_module: Any  # TorchRec's module for the rows of this rank
+    ends: tuple[int, ...]  # first row of every rank, followed by the number of rows
+    rank: int  # index of this rank
 
     @property
     def rows(self) -> slice:
@@ -52,12 +44,7 @@ class IdRemappingShard:
 
     @torch.no_grad()
     def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Copy this rank's entries of a whole map. Tensors that are missing in ``whole`` do not change.
-
-        Raises:
-            ValueError: the map cannot be divided among this number of ranks.
-            RuntimeError: the map has another size than the table.
-        """
+        """Copy this rank's entries of a whole map. Tensors that are missing in ``whole`` do not change."""
         mine, entries = self.tensors(), self._own_entries(whole)
         for name in whole.keys() & mine.keys():
             if name == _SEGMENTS:  # describes the division of the map in this run

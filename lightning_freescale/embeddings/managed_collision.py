@@ -31,11 +31,7 @@ def is_managed(module: nn.Module) -> bool:
 
 
 def refuse_unshardable(path: str, module: Any) -> None:
-    """Check that TorchRec can shard a module with managed collisions. Replicas of an id map would diverge.
-
-    Raises:
-        ValueError: TorchRec cannot shard it.
-    """
+    """Raise a ValueError if TorchRec cannot shard a module with managed collisions. Replicas of an id map would diverge."""
     because = f"module {path!r} ({type(module).__name__}) maps ids to rows. Its map must be sharded with the table, but"
     if type(module) is not ManagedCollisionEmbeddingCollection:
         raise ValueError(
@@ -63,11 +59,7 @@ def refuse_unshardable(path: str, module: Any) -> None:
 
 
 def refuse_device(path: str, module: Any, device: torch.device, training: bool) -> None:
-    """Check that the id maps of a collection work on ``device``.
-
-    Raises:
-        ValueError: a map does not work on the device.
-    """
+    """Raise a ValueError if the id maps of a collection do not work on ``device``."""
     for table, mc_module in mc_modules(module).items() if device.type == "cpu" else ():
         evicts = getattr(mc_module, "_eviction_policy_name", None) is not None
         if isinstance(mc_module, HashZchManagedCollisionModule) and (training or evicts):

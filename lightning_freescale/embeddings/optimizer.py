@@ -31,17 +31,11 @@ _ON_CPU = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXAC
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The settings of a table's update in one step.
+    """The settings of a table's update in one step."""
 
-    Attributes:
-        step: number of earlier updates of the table.
-        options: options of its parameter group, by FBGEMM's names. Missing options do not change.
-        frozen: whether the step does not update the table.
-    """
-
-    step: int
-    options: Mapping[str, float] = field(default_factory=dict)
-    frozen: bool = False
+    step: int  # number of earlier updates of the table
+    options: Mapping[str, float] = field(default_factory=dict)  # by FBGEMM's names; missing options do not change
+    frozen: bool = False  # whether the step does not update the table
 
     @property
     def clipped(self) -> bool:
@@ -51,21 +45,13 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The optimizer that updates one table during backward.
+    """The optimizer that updates one table during backward."""
 
-    Attributes:
-        fused_class: optimizer class that TorchRec translates for FBGEMM.
-        arguments: its arguments, by FBGEMM's names.
-        group: index of the user's parameter group that contains the table and sets its options; None if there is none.
-        initial_state: initial value of accumulated squares.
-        sparse_adam: whether the overlap engine updates the table with :func:`update_rows`, because FBGEMM cannot.
-    """
-
-    fused_class: type[Optimizer]
-    arguments: dict[str, Any] = field(default_factory=dict)
-    group: int | None = None
-    initial_state: float = 0.0
-    sparse_adam: bool = False
+    fused_class: type[Optimizer]  # class that TorchRec translates for FBGEMM
+    arguments: dict[str, Any] = field(default_factory=dict)  # by FBGEMM's names
+    group: int | None = None  # index of the user's parameter group that contains the table and sets its options
+    initial_state: float = 0.0  # initial value of accumulated squares
+    sparse_adam: bool = False  # whether the overlap engine updates the table with update_rows, because FBGEMM cannot
 
     @property
     def state_from_start(self) -> bool:
@@ -81,11 +67,7 @@ class TableOptimizer:
     def from_applied_in_backward(
         cls, weight: Any, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer | None:
-        """Return the optimizer that TorchRec's ``apply_optimizer_in_backward`` has set for an unsharded ``weight``, if any.
-
-        Raises:
-            ValueError: the weight has several optimizers, or FBGEMM does not support the optimizer on ``device``.
-        """
+        """Return the optimizer that ``apply_optimizer_in_backward`` has set for an unsharded ``weight``, if any."""
         if not hasattr(weight, "_optimizer_classes"):
             return None
         classes, arguments = weight._optimizer_classes, dict(weight._optimizer_kwargs[0])
@@ -117,11 +99,7 @@ class TableOptimizer:
     def from_parameter_group(
         cls, optimizer: Optimizer, group: int, table: str, device: torch.device, sparse_adam: bool = False
     ) -> TableOptimizer:
-        """Return the fused optimizer that is equivalent to ``optimizer`` for a table of its parameter group ``group``.
-
-        Raises:
-            ValueError: no fused optimizer is equivalent.
-        """
+        """Return the fused optimizer that is equivalent to ``optimizer`` for a table of its parameter group ``group``."""
         kind = type(optimizer)
         if kind not in _DEMANDS:
             raise ValueError(
@@ -181,18 +159,11 @@ def update_rows(
     arguments: Mapping[str, Any],
     step: int,
 ) -> None:
-    """Make one step of Adam for some rows, in place. Other rows keep their moments, as in FBGEMM and torch's SparseAdam.
+    """Make one step of Adam for distinct ``rows``, in place. Other rows keep their moments, as in torch's SparseAdam.
 
-    Source: Kingma and Ba (arXiv 1412.6980), with decoupled weight decay (arXiv 1711.05101). ``eps`` is added to the corrected
-    root, as in FBGEMM and ``torch.optim.Adam``.
-
-    Args:
-        weight: shape ``[all rows, dim]``.
-        state: a result of :func:`new_state`.
-        rows: distinct rows, shape ``[rows]``.
-        gradients: shape ``[rows, dim]``.
-        arguments: ``lr``, ``beta1``, ``beta2``, ``eps``, ``weight_decay``.
-        step: number of earlier updates.
+    ``weight`` has shape ``[all rows, dim]``, ``gradients`` has shape ``[rows, dim]``, and ``step`` is the number of earlier
+    updates. Source: Kingma and Ba (arXiv 1412.6980), with decoupled weight decay (arXiv 1711.05101). ``eps`` is added to the
+    corrected root, as in FBGEMM and ``torch.optim.Adam``.
     """
     beta1, beta2 = arguments.get("beta1", 0.9), arguments.get("beta2", 0.999)
     weight = weight.data  # torch's count of writes must contain only the user's writes; it does not count writes to data

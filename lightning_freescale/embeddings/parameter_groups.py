@@ -17,20 +17,14 @@ class ParameterGroups:
     """The parameter groups of the user's optimizer, and the optimizers and update counts of the tables.
 
     Tables are updated during backward, so the constructor removes them from the optimizer. Its parameter groups continue to
-    set the options of the tables. Checkpoints list all parameters in the user's order.
-
-    Args:
-        optimizer: optimizer over the unsharded parameters; its tables are removed.
-        sharding: sharding of the tables. Optimizers that the user has applied in backward do not change.
+    set the options of the tables. Checkpoints list all parameters in the user's order. The constructor raises a ValueError if
+    no fused optimizer is equivalent to the user's optimizer.
 
     Attributes:
         optimizers: optimizer of each table while it is not frozen, by table key. Tables without an optimizer are missing.
         in_backward: keys of the tables with an optimizer applied in backward.
         step: number of optimizer steps so far.
         updates: number of updates of each table, by table key.
-
-    Raises:
-        ValueError: no fused optimizer is equivalent to the user's optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, sharding: TableSharding) -> None:
@@ -70,9 +64,6 @@ class ParameterGroups:
         """Return the parameter names of every group in the user's order, including tables.
 
         The last groups are those that callbacks have added, such as Lightning's finetuning callbacks.
-
-        Raises:
-            ValueError: parameters were added to or removed from a group.
         """
         self._adopt_new_groups()
         for index, (names, group) in enumerate(zip(self._layout, self._optimizer.param_groups)):
@@ -85,12 +76,7 @@ class ParameterGroups:
         return self._layout
 
     def settings(self) -> dict[str, UpdateSettings]:
-        """Return the settings of the next update of each table, by table key, with the current options of the groups.
-
-        Raises:
-            ValueError: an option has a value that tables do not support, a table was unfrozen that cannot be updated, or a
-                table was frozen or unfrozen while gradients are accumulated.
-        """
+        """Return the settings of the next update of each table, by table key, with the current options of the groups."""
         self._adopt_new_groups()
         frozen_now = {key for key, weight in self.weights.items() if not weight.requires_grad}
         if self._window_open and frozen_now != self._frozen:
@@ -118,14 +104,7 @@ class ParameterGroups:
         return found
 
     def refuse_late_changes(self, used: Mapping[str, UpdateSettings]) -> None:
-        """Check that the options have not changed since backward.
-
-        Args:
-            used: the settings in backward, by table key.
-
-        Raises:
-            ValueError: the optimizer step would use other options for the dense parameters.
-        """
+        """Raise a ValueError if options have changed since backward, which has updated tables with the settings ``used``."""
         now: dict[int, dict[str, float]] = {}
         for key, settings in used.items():
             group = self.optimizers[key].group if settings.options else None

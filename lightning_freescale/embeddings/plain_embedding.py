@@ -24,28 +24,18 @@ LARGE_EMBEDDING = 1_000_000
 
 
 class EmbeddingChoice(NamedTuple):
-    """The ``nn.Embedding`` modules of a module, by path.
+    """The ``nn.Embedding`` modules of a module, by path."""
 
-    Attributes:
-        chosen: modules to shard.
-        left: large modules that are not sharded but could be.
-        unshardable: reasons why large modules cannot be sharded.
-    """
-
-    chosen: dict[str, nn.Embedding]
-    left: dict[str, nn.Embedding]
-    unshardable: dict[str, str]
+    chosen: dict[str, nn.Embedding]  # modules to shard
+    left: dict[str, nn.Embedding]  # large modules that are not sharded but could be
+    unshardable: dict[str, str]  # reasons why large modules cannot be sharded
 
 
 def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | None) -> EmbeddingChoice:
-    """Choose the ``nn.Embedding`` modules under ``root`` to shard.
+    """Choose the ``nn.Embedding`` modules under ``root``, unsharded or sharded earlier, to shard.
 
-    Args:
-        root: module, unsharded or sharded earlier.
-        shard: paths in the module, ``"auto"`` for modules with at least :data:`LARGE_EMBEDDING` elements, or None.
-
-    Raises:
-        ValueError: there is no ``nn.Embedding`` at a path, or the sharded module would not be equivalent.
+    ``shard`` has paths, or is ``"auto"`` for modules with at least :data:`LARGE_EMBEDDING` elements. The function raises a
+    ValueError if there is no ``nn.Embedding`` at a path, or if the sharded module would not be equivalent.
     """
     plain = _plain_embeddings(root)
     tables = _tables(plain)
@@ -159,15 +149,7 @@ def _own_methods(module: nn.Embedding) -> set[str]:
 
 
 class EmbeddingIds(KeyedJaggedTensor):
-    """The ids of one call of an embedding in TorchRec's form: one feature of one sample.
-
-    Args:
-        path: path of the embedding in the module, the name of the feature.
-        ids: integers of any shape.
-
-    Attributes:
-        ids: the argument.
-    """
+    """The ids of one call of the embedding at ``path`` in TorchRec's form: one feature, named ``path``, of one sample."""
 
     def __init__(self, path: str, ids: Tensor) -> None:
         count = ids.numel()
@@ -181,11 +163,6 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
     """TorchRec's sharded module for a result of :func:`as_collection`, with the interface of an ``nn.Embedding``.
 
     The caller may change the result of a call in place. The row ``padding_idx`` gets no gradient.
-
-    Attributes:
-        num_embeddings: number of rows of the whole table.
-        embedding_dim: width of a row.
-        padding_idx: row that is never updated; None if there is none.
     """
 
     def __init__(self, module: EmbeddingCollection, *arguments: Any, dim: int, padding_idx: int | None, **options: Any) -> None:
@@ -266,13 +243,9 @@ def as_collection(path: str, rows: int, dim: int) -> EmbeddingCollection:
 
 
 def rows_of_ids(found: Tensor, ids: Tensor, dim: int, padding_idx: int | None) -> Tensor:
-    """Return rows in the form of an ``nn.Embedding``, shape ``[*ids.shape, dim]``.
+    """Return the rows ``found`` of an :class:`EmbeddingIds` in the form of an ``nn.Embedding``, shape ``[*ids.shape, dim]``.
 
-    Args:
-        found: the rows of an :class:`EmbeddingIds`, shape ``[ids.numel(), columns]``. Columns after ``dim`` are padding.
-        ids: the ids of the rows.
-        dim: the embedding width.
-        padding_idx: the row that gets no gradient.
+    Columns of ``found`` after ``dim`` are the kernel's padding.
     """
     if found.shape[1] != dim:
         found = found[:, :dim]

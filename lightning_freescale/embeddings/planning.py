@@ -30,19 +30,7 @@ _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> int | None:
     """Return the GPU memory in bytes that the dense part and its optimizer leave free, the minimum of all ranks. Collective.
 
-    Without this value TorchRec's planner assumes 32 GB.
-
-    Args:
-        root: module to train.
-        tables: parameters of the module that are sharded.
-        device: device of this rank.
-        group: process group of all ranks.
-
-    Returns:
-        The number of bytes; None on the CPU.
-
-    Raises:
-        ValueError: no memory is left.
+    Without this value TorchRec's planner assumes 32 GB. The result is None on the CPU.
     """
     if device.type != "cuda":
         return None
@@ -71,17 +59,7 @@ def row_wise_planner(
     """Return TorchRec's planner, restricted to row-wise sharding with the optimizer fused into backward.
 
     EmbeddingBagCollections may also be sharded table-wise, because TorchRec supports only this on the CPU. Tables with too few
-    rows for all ranks are sharded table-wise.
-
-    Args:
-        collections: collections to plan.
-        device: device of the tables.
-        world_size: number of ranks.
-        local_world_size: number of ranks per node.
-        memory: GPU memory for tables in bytes, including 15 % for activations; None for TorchRec's default.
-
-    Raises:
-        ValueError: a table with managed collisions has too few rows. TorchRec shards such tables only row-wise.
+    rows for all ranks are sharded table-wise. ``memory`` is the GPU memory for tables in bytes, including 15 % for activations.
     """
     constraints = {
         table.name: ParameterConstraints(sharding_types=_types(table, collection, world_size), compute_kernels=["fused"])
@@ -99,14 +77,9 @@ def row_wise_planner(
 
 
 def check_tables(collection: Collection, overlap: bool) -> None:
-    """Check that TorchRec's kernels can hold a collection's tables and update them like the unsharded module.
+    """Raise a ValueError if TorchRec cannot hold a collection's tables and update them like the unsharded module.
 
-    Args:
-        collection: an unsharded collection.
-        overlap: whether the overlap engine will run. It pads widths and computes like the unsharded module.
-
-    Raises:
-        ValueError: a table is not supported.
+    If ``overlap``, the overlap engine will run. It pads widths and computes like the unsharded module.
     """
     for table in collection.tables:
         of_collection = f"table {table.name!r} of embedding collection {collection.path!r}"
@@ -140,11 +113,7 @@ def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, An
 
 
 def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:
-    """Check that tables that are sharded by a plan can be trained and saved like unsharded tables.
-
-    Raises:
-        ValueError: the plan of a table is not supported.
-    """
+    """Raise a ValueError if tables that are sharded by a plan cannot be trained and saved like unsharded tables."""
     for table in collection.tables:
         kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
         optimizer = optimizers[table.key].fused_class.__name__

@@ -21,17 +21,11 @@ _ROWS_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class RowOrder:
-    """An order of rows: row ``id`` has position ``(id * multiplier + offset) mod rows``, by default the position ``id``.
+    """An order of rows: row ``id`` has position ``(id * multiplier + offset) mod rows``, by default the position ``id``."""
 
-    Attributes:
-        rows: number of rows of the table.
-        multiplier: number without a common divisor with ``rows``, so that positions are unique.
-        offset: position of row 0.
-    """
-
-    rows: int
-    multiplier: int = 1
-    offset: int = 0
+    rows: int  # number of rows of the table
+    multiplier: int = 1  # has no common divisor with rows, so that positions are unique
+    offset: int = 0  # position of row 0
 
     @classmethod
     def hashed(cls, rows: int) -> RowOrder:

@@ -106,11 +106,7 @@ class TableSharding:
             group["params"] = parameters
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Replace the unsharded weights in an optimizer by the blueprints.
-
-        Raises:
-            ValueError: the optimizer has already updated tables. The shards would not have its states.
-        """
+        """Replace the unsharded weights in an optimizer, which must not have updated tables yet, by the blueprints."""
         replaced: dict[Any, nn.Parameter] = {}
         for place in self._places:
             replaced |= {weight: self.parameters[key] for key, weight in place.weights.items()}

@@ -26,23 +26,14 @@ _COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.E
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a table that this rank owns.
-
-    Attributes:
-        table: the table.
-        weight: view of the live weights, shape ``[rows, columns]`` of the shard.
-        state: views of the live optimizer state by torch's names; each ``[rows, columns]``, ``[rows]`` or one value.
-        rows: rows of the table, by their positions in ``order``.
-        columns: columns of the table.
-        order: order of the table's rows.
-    """
+    """The part of a table that this rank owns."""
 
     table: Table
-    weight: Tensor
-    state: dict[str, Tensor]
-    rows: slice
-    columns: slice
-    order: RowOrder
+    weight: Tensor  # view of the live weights, shape [rows, columns] of the shard
+    state: dict[str, Tensor]  # views of the live state, by torch's names; [rows, columns], [rows] or one value
+    rows: slice  # rows of the table, by their positions in order
+    columns: slice  # columns of the table
+    order: RowOrder  # order of the table's rows
 
     @property
     def ids(self) -> Tensor:
@@ -50,12 +41,7 @@ class Shard:
         return self.order.ids(self.rows.start, self.rows.stop)
 
     def read(self, whole: Tensor, into: Tensor) -> None:
-        """Copy this part of a whole table or state.
-
-        Args:
-            whole: table of shape ``[rows, dim]``, or row-wise state of shape ``[rows, 1]``.
-            into: destination, ``weight`` or an entry of ``state``.
-        """
+        """Copy this part of a whole table, or of a row-wise state ``[rows, 1]``, into ``weight`` or an entry of ``state``."""
         self.order.read(whole[(slice(None), *self.place_in(whole.shape)[1:])], self.rows.start, into)
 
     def place_in(self, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -65,25 +51,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """The attribute ``freescale_sharding`` of TorchRec's sharded modules. A later call uses it to shard the module again.
-
-    Attributes:
-        collection: collection that was sharded.
-        plan: TorchRec's plan for the tables.
-        orders: order of the rows of each table, by table name.
-        optimizers: optimizer of each table, by table key.
-        in_backward: the optimizers that the user has applied in backward.
-        updates: number of updates of each table, by table key, for all collections that were sharded together.
-        checks: checks of the module's lookups.
-    """
+    """The attribute ``freescale_sharding`` of TorchRec's sharded modules. A later call uses it to shard the module again."""
 
     collection: Collection
-    plan: Any
-    orders: dict[str, RowOrder]
-    optimizers: dict[str, TableOptimizer]
-    in_backward: dict[str, TableOptimizer]
-    updates: dict[str, int]
-    checks: LookupChecks
+    plan: Any  # TorchRec's plan for the tables
+    orders: dict[str, RowOrder]  # by table name
+    optimizers: dict[str, TableOptimizer]  # by table key
+    in_backward: dict[str, TableOptimizer]  # the optimizers that the user has applied in backward
+    updates: dict[str, int]  # number of updates, by table key, of all collections that were sharded together
+    checks: LookupChecks  # checks of the module's lookups
 
 
 class ShardedTables:
@@ -165,25 +141,12 @@ class ShardedTables:
         return whole
 
     def idle_tables(self, backward: bool, skip: Container[str]) -> list[str]:
-        """Return the keys of the tables that the last step has not updated.
-
-        Args:
-            backward: whether the step had a backward.
-            skip: paths of collections that other code updates.
-        """
+        """Return the keys of the tables that the last step has not updated, except collections at the paths ``skip``."""
         idle = [c for c, module in self.modules if not (backward and module.freescale_sharding.checks.lookups)]
         return [table.key for collection in idle if collection.path not in skip for table in collection.tables]
 
     def prepare_update(self, settings: Mapping[str, UpdateSettings], skip: Container[str] = ()) -> None:
-        """Prepare the update of a training step before its forward.
-
-        Args:
-            settings: settings of each table, by key.
-            skip: paths of collections that other code updates.
-
-        Raises:
-            ValueError: tables of one FBGEMM kernel need different updates.
-        """
+        """Prepare the update of a training step before its forward, except for collections at the paths ``skip``."""
         for collection, module in self.modules:
             if collection.path in skip:
                 continue
@@ -207,12 +170,7 @@ def refuse_whole_use(key: str) -> NoReturn:
 def prepare_kernel(module: Any, settings: Mapping[str, UpdateSettings]) -> None:
     """Set the options of the next update of FBGEMM's ``module``, which reads them in forward.
 
-    Args:
-        module: FBGEMM's module.
-        settings: settings of each of its tables, by key.
-
-    Raises:
-        ValueError: the settings differ, but the kernel has one value for all tables.
+    The settings of all tables of the module must agree, because the kernel has one value for all.
     """
     given = next(iter(settings.values()))
     frozen = [key for key, each in settings.items() if each.frozen]
@@ -290,17 +248,9 @@ def fill_shards(
     whole: Mapping[str, nn.Parameter],
     optimizers: Mapping[str, TableOptimizer],
 ) -> None:
-    """Initialise the weights and states of a collection's shards.
+    """Initialise the weights and states of the shards of ``module`` from ``original``, the module before the sharding.
 
-    Args:
-        collection: the collection.
-        module: TorchRec's sharded module.
-        original: the module before the sharding: unsharded, or sharded by an earlier call.
-        whole: the weights of an unsharded ``original``, by table key.
-        optimizers: the optimizer of each table, by key.
-
-    Raises:
-        ValueError: an earlier call has sharded a table by another plan.
+    ``whole`` has the weights of an unsharded ``original``, by table key.
     """
     record = getattr(original, "freescale_sharding", None)
     earlier = {_position(shard): shard for shard in shards_of(collection, original)} if record is not None else {}
