@@ -1,10 +1,11 @@
-"""Private state of the DDP strategies of Lightning and of Fabric that strategies built on them need, under public names."""
+"""Base classes of strategies for the Trainer and for Fabric: DDP strategies with public names for private state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from typing_extensions import override
 
-from lightning_freescale._lightning.loops import optimizers_to_device
+from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale.comm.faults.rank_notices import attempt_store, has_torchrun_store
 
 GROUP_TIMEOUT = timedelta(minutes=5)
-"""Of the groups that we make beside the default one, where the user sets none. They wait for a step; the default group, which
-waits for slow set-up and saving as well, has Lightning's."""
+"""The timeout of all groups but the default one, if the user sets none. They wait for one step at most. The default group also
+waits for slow set-up and saving, and keeps Lightning's timeout."""
 
 
 class _OptionsOfDDP:
@@ -36,16 +38,16 @@ class _OptionsOfDDP:
 
     @property
     def ddp_options(self) -> dict[str, Any]:
-        """The options that go to ``DistributedDataParallel``."""
+        """The options for ``DistributedDataParallel``."""
         return self._ddp_kwargs
 
 
 class DDPBase(_OptionsOfDDP, DDPStrategy):
-    """DDPStrategy whose subclasses shard, wrap and revert the module by themselves, and so need what it was given."""
+    """Base class of strategies for the Trainer that shard, wrap and restore the module themselves."""
 
     @property
     def default_group_timeout(self) -> timedelta | None:
-        """Of the default group, and of what takes as long as set-up and saving do."""
+        """The timeout of the default group, and of everything that takes as long as set-up and saving."""
         return self._timeout
 
     @override
@@ -55,18 +57,18 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
         super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
-        """Replace batch norms by synchronized ones, in place, if the Trainer was asked for that."""
+        """Replace batch norms by synchronized ones, in place, if ``Trainer(sync_batchnorm=True)`` is set."""
         if self._layer_sync:
             self._layer_sync.apply(module)
 
     def register_ddp_hooks(self) -> None:
-        """Register the user's communication hook on ``self.model``, which is a DistributedDataParallel."""
+        """Register the user's communication hook on ``self.model``, a DistributedDataParallel."""
         self._register_ddp_hooks()
 
     def tear_down_but_module(self, layers_synced: bool) -> None:
-        """Tear down as the base class does, but leave the module where it is, with its own batch norms again.
+        """Tear down like the base class, but do not move the module. Restore its own batch norms.
 
-        The base class moves the whole module to the CPU, which shards in FBGEMM's kernels do not survive.
+        The base class moves the whole module to the CPU, which breaks shards in FBGEMM's kernels.
         """
         assert self.accelerator is not None
         assert self.cluster_environment is not None
@@ -86,30 +88,39 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Leave out Lightning's launcher in a notebook, which it refuses even where it has nothing to start.
+        """Remove Lightning's launcher in a notebook, which it refuses even if there is no process to start.
 
         Raises:
-            RuntimeError: there is something to start.
+            RuntimeError: there are processes to start.
         """
         super()._configure_launcher()
         if not imports._IS_INTERACTIVE:
+            if isinstance(launcher := self._launcher, _SubprocessScriptLauncher):
+                launcher.launch = partial(self._check_and_launch, launcher.launch)  # type: ignore[method-assign]
             return
         ranks = self.num_processes * self.num_nodes
         assert self.cluster_environment is not None
         if ranks > 1 and not self.cluster_environment.creates_processes_externally:
             raise RuntimeError(
-                f"strategy 'freescale' cannot start {ranks} ranks in a notebook or another interactive session: run a script, "
-                "in a notebook by %%writefile train.py and !python train.py, or take Trainer(devices=1)"
+                f"strategy 'freescale' cannot start {ranks} ranks in a notebook or another interactive session. Run a script "
+                "(in a notebook by %%writefile train.py and !python train.py), or pass Trainer(devices=1)"
             )
         self._launcher = None
 
+    def _check_and_launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check_before_launch(kwargs["trainer"])
+        return launch(function, *args, **kwargs)
+
+    def check_before_launch(self, trainer: Trainer) -> None:
+        """Raise an error for a run that is not supported, before processes are started."""
+
 
 class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
-    """Fabric's DDPStrategy whose subclasses shard and wrap the module by themselves, and so need what it was given."""
+    """Base class of strategies for Fabric that shard and wrap the module themselves."""
 
     @property
     def start_method(self) -> str:
-        """How processes are started."""
+        """The method that starts processes."""
         return self._start_method
 
     @property
@@ -119,7 +130,7 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
 
     @property
     def updates_unscaled(self) -> bool:
-        """Whether the precision leaves losses, gradients and parameters as they are: float32, or bfloat16 by autocast."""
+        """Whether the precision keeps losses, gradients and parameters unchanged: float32, or bfloat16 by autocast."""
         precision = self.precision
         scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
         return precision.precision in ("32-true", "bf16-mixed") and not scales
@@ -131,7 +142,7 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
         super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        """Have ``fabric.no_backward_sync`` enter ``blocked(module)``, with the module as DDP has wrapped it."""
+        """Make ``fabric.no_backward_sync`` enter ``blocked(module)``, where ``module`` is wrapped by DDP."""
         self._backward_sync_control = _Blocked(blocked)
 
 
@@ -145,7 +156,7 @@ class _Blocked(_BackwardSyncControl):
 
 
 def process_group_timeout(strategy: Strategy) -> timedelta | None:
-    """Return the timeout of groups that are made beside the default one; None if the strategy has none of its own."""
+    """Return the timeout of all process groups but the default one; None if the strategy has none."""
     own: timedelta | None = getattr(strategy, "group_timeout", None)
     return own or getattr(strategy, "_timeout", None)
 
@@ -153,10 +164,12 @@ def process_group_timeout(strategy: Strategy) -> timedelta | None:
 def create_for_attempt(
     environment: ClusterEnvironment | None, backend: str, timeout: timedelta | None, device: torch.device
 ) -> None:
-    """Create it in a store of this attempt alone, where torchrun lends one to all; else do nothing, Lightning creates it.
+    """Create the default process group in a store of its own if torchrun provides one store for all attempts.
+
+    Otherwise do nothing, because Lightning creates the group.
 
     Raises:
-        RuntimeError: a rank did not come within the timeout.
+        RuntimeError: a rank did not join within the timeout.
     """
     if environment is None or dist.is_initialized() or not has_torchrun_store():
         return

@@ -1,4 +1,4 @@
-"""The checkpoints of the strategy as files: writing them, in the background or not, and reading them."""
+"""Checkpoint files of the strategy: write them, also in the background, and read them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """Write checkpoints, in one file or in a folder, and read them.
+    """Writes checkpoints to a file or to a folder, and reads them.
 
     Args:
         kind: ``"single"``, ``"sharded"`` or ``"async"``, see :class:`.FreeScaleStrategy`.
 
     Attributes:
-        training: whether steps are under way, beside which a checkpoint may be written.
-        weights_only: whether checkpoints may hold tensors and numbers alone, where the call that reads one does not tell.
+        training: whether training is running, so that a checkpoint can be written in the background.
+        weights_only: the default of ``weights_only`` for calls that read a checkpoint without it.
     """
 
     def __init__(self, kind: str) -> None:
         self._in_folder, self._in_background = kind != "single", kind == "async"
         self.training = False
         self.weights_only: bool | None = None
-        self._group: ProcessGroup | None = None  # of all ranks, for what is on the CPU
+        self._group: ProcessGroup | None = None  # of all ranks, for data on the CPU
         self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
         self._thread = WorkerThread("freescale checkpoint")
-        self._under_way: Future[Any] | None = None
+        self._pending: Future[Any] | None = None
 
     def set_up(self, timeout: timedelta | None) -> None:
-        """Make the process group of folders, once. Collective."""
+        """Create the process group for folders once. Collective."""
         if self._in_folder and self._group is None:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
 
@@ -54,18 +54,18 @@ class CheckpointFiles:
 
     @contextmanager
     def deferring(self, local: bool, filepath: Any, device: torch.device) -> Generator[None, None, None]:
-        """While a checkpoint is saved to a local file, defer its tables until they are written.
+        """Defer the tables of a checkpoint in the block until they are written, if ``local`` is True.
 
         Raises:
-            ValueError: a folder is to be written to a remote file system, or by a plugin.
+            ValueError: a folder would be written to a remote file system, or by a plugin.
         """
         if not local and self._in_folder:
             kind = "async" if self._in_background else "sharded"
             raise ValueError(
-                f"FreeScaleStrategy(checkpoint={kind!r}) writes folders that all ranks see, by itself: {filepath} is remote, "
-                "or a CheckpointIO writes it. Take a mounted path and no CheckpointIO, or checkpoint='single'"
+                f"FreeScaleStrategy(checkpoint={kind!r}) writes a folder itself, but {filepath} is remote, or a CheckpointIO "
+                "writes it. Use a mounted path that all ranks share and no CheckpointIO, or checkpoint='single'"
             )
-        if local:  # else a plugin writes whole tensors
+        if local:  # otherwise a plugin writes whole tensors
             self._deferred = checkpoint_module("spread_tensors").DeferredTensors(device)
         try:
             yield
@@ -73,21 +73,21 @@ class CheckpointFiles:
             self._deferred = None
 
     def hold(self) -> dict[str, Any]:
-        """Return how tables are held in a state dict: deferred, while a checkpoint is saved, else whole on rank 0."""
+        """Return the option that defers the tables of a state dict while a checkpoint is saved; otherwise an empty dict."""
         return {} if self._deferred is None else {"hold": self._deferred.defer}
 
     def write(self, checkpoint: dict[str, Any], path: Path, parameters: Mapping[str, Tensor]) -> bool:
-        """Write a checkpoint whose tables are deferred; False if they are not. Collective.
+        """Write a checkpoint if its tables are deferred, and return whether they are. Collective.
 
         Args:
-            checkpoint: what is to be written.
-            path: where.
-            parameters: what this rank holds of the module's, live.
+            checkpoint: the content of the checkpoint.
+            path: the file or folder.
+            parameters: this rank's parameters of the module.
 
         Raises:
-            OSError: it cannot be written, on the rank that writes a file.
-            RuntimeError: the same on the others; or the one before it could not, in the background.
-            ValueError: it would hold what is infinite or not a number; or the one before it, in the background.
+            OSError: the checkpoint cannot be written; on the rank that writes a file.
+            RuntimeError: the same on the other ranks, or the previous write in the background failed.
+            ValueError: the checkpoint, or the previous one in the background, has non-finite values.
         """
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training
@@ -99,14 +99,14 @@ class CheckpointFiles:
             checkpoint_module("single_file").write(checkpoint, path, self._deferred)
             return True
         spread = self._deferred.held
-        if in_background:  # training changes all of it while it is written
+        if in_background:  # training changes the values while they are written
             checkpoint = pytree.tree_map_only(Tensor, _copied, checkpoint)
             spread = [held.copied() for held in spread]
             of_tables = [(piece.key[0], value) for held in spread for piece, value in held.own]
             tables = {name for name, _ in of_tables}
             state = checkpoint["state_dict"]
             dense = [(name, state[name]) for name in parameters if name in state and name not in tables]
-            self._under_way = self._thread.submit(self._write_folder, checkpoint, path, spread, dense + of_tables)
+            self._pending = self._thread.submit(self._write_folder, checkpoint, path, spread, dense + of_tables)
         else:
             self._write_folder(checkpoint, path, spread, [])
         return True
@@ -118,38 +118,33 @@ class CheckpointFiles:
         checkpoint_module("sharded_folder").write(checkpoint, path, spread, self._group)
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Remove a checkpoint; if another one is being written, when that is whole."""
-        saved = self._under_way
+        """Remove a checkpoint, after a pending write is complete."""
+        saved = self._pending
         if saved is None:
             remove()
         else:
             self._thread.submit(lambda: None if saved.exception() else remove())
 
     def finish(self) -> None:
-        """Wait until what is written in the background is whole.
-
-        Raises:
-            RuntimeError: it could not be written.
-            ValueError: it would hold what is infinite or not a number.
-        """
-        saved, self._under_way = self._under_way, None
+        """Wait for a pending write, and raise its RuntimeError, or its ValueError for non-finite values."""
+        saved, self._pending = self._pending, None
         if saved is not None:
             saved.result()
 
     def abandon(self) -> None:
-        """Let go of what is written in the background: training has failed, and the others may be gone."""
-        self._under_way, self.training = None, False
+        """Do not wait for a pending write, because training has failed and other ranks may have exited."""
+        self._pending, self.training = None, False
 
     # -- loading
 
     def read(self, path: Path, weights_only: bool | None, trainer: Trainer) -> dict[str, Any]:
-        """Read a checkpoint: of tables, each rank reads its own rows when they are loaded. Collective.
+        """Read a checkpoint. Each rank reads its own rows of the tables later, when they are loaded. Collective.
 
-        One that a ``ModelCheckpoint`` calls its last, and that is damaged, gives way to the newest whole one beside it.
+        If the last checkpoint of a ``ModelCheckpoint`` is damaged, read the newest complete one in the same folder instead.
 
         Raises:
-            FileNotFoundError: it is not there.
-            ValueError: it is damaged, or no checkpoint.
+            FileNotFoundError: ``path`` does not exist.
+            ValueError: the checkpoint is damaged, or ``path`` is not a checkpoint.
         """
         reading = checkpoint_module("conversion")
         try:
@@ -158,29 +153,20 @@ class CheckpointFiles:
             earlier = reading.newest_whole_beside(path) if is_last(path, trainer) else None
             if earlier is None:
                 raise
-            rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest whole one beside it")
+            rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest complete checkpoint in the same folder")
             path = earlier
         return cast(dict[str, Any], reading.read(path, weights_only))
 
 
 def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Refuse to save numbers that are infinite or none. Collective on ``group``, by default the default group.
-
-    Args:
-        tensors: what this rank holds, by name.
-        path: of the checkpoint that would be written.
-        group: of all ranks.
-
-    Raises:
-        ValueError: some rank holds such numbers; on every rank.
-    """
+    """Raise a ValueError on every rank if the named tensors of a rank have non-finite values. Collective on ``group``."""
     found = {name: None for of_rank in gather_objects(_non_finite(tensors), group) for name in of_rank}
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
             f"the checkpoint {path} is not written: {', '.join([*found][:3])}{more} have values that are infinite or not a "
-            "number. Earlier checkpoints are as they were: resume from one of them, with Trainer(detect_anomaly=True) to see "
-            "where it begins"
+            "number. Earlier checkpoints are unchanged. Resume from one of them with Trainer(detect_anomaly=True) to find the "
+            "cause"
         )
 
 
@@ -195,5 +181,5 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def checkpoint_module(name: str) -> ModuleType:
-    """Return a module for checkpoints; it is imported where it is needed because it imports TorchRec."""
+    """Return a module of the package ``checkpoint``, imported late because it imports TorchRec."""
     return import_module(f"lightning_freescale.checkpoint.{name}")

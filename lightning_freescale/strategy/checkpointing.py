@@ -1,4 +1,4 @@
-"""DDP whose checkpoints hold sharded tables as if nothing were sharded: one ordinary file."""
+"""DDPStrategy whose checkpoints have the format of the unsharded module."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from lightning_freescale.strategy.tuning.autopilot import Autopilot
 
 _EXTRA = "freescale"
-"""Checkpoint key of what an ordinary checkpoint has no place for."""
+"""The checkpoint key of state that only this strategy has."""
 
 
 class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
-    """DDP that saves and loads sharded tables, their optimizer states and the ranks' random states.
+    """DDPStrategy that saves and loads sharded tables, their optimizer states and the random states of all ranks.
 
     Attributes:
-        files: what writes and reads checkpoints.
-        groups: which of the user's parameter groups drives which table, while fitting.
-        accumulating: whether no optimizer step follows the batch, or micro-batch, that computes.
-        gradients_wait: whether gradients have been accumulated for an optimizer step that is still to come.
-        autopilot: what chooses settings by measurement; None outside of a fit, and where nothing is to be chosen.
-        chosen_settings: what the autopilot of the checkpoint's run has found; after a fit, of that one.
+        files: the writer and reader of checkpoint files.
+        groups: the parameter group of the user's optimizer for each table; None outside of a fit.
+        accumulating: whether no optimizer step follows the current batch or micro-batch.
+        gradients_wait: whether accumulated gradients wait for an optimizer step.
+        autopilot: the object that chooses settings by measurement; None outside of a fit, and if there is nothing to choose.
+        chosen_settings: the state of the autopilot in the loaded checkpoint; after a fit, its final state.
     """
 
     def __init__(self, files: CheckpointFiles, **ddp_options: Any) -> None:
@@ -65,12 +65,12 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
-        self._bucket_order: list[str] = []  # of the last fit; names of dense parameters
+        self._bucket_order: list[str] = []  # names of dense parameters, of the last fit
         self._restored_order: list[str] = []
-        self._left_in_window = False  # by the last fit, so that what it had accumulated is lost
+        self._left_in_window = False  # whether the last fit ended between two optimizer steps, which lost its gradients
 
     def set_up_saving(self, trainer: Trainer) -> None:
-        """Have ``trainer.save_checkpoint`` gather a table when it is written, and not before. Collective."""
+        """Make ``trainer.save_checkpoint`` gather each table only when it is written. Collective."""
         around_save_checkpoint(
             trainer, lambda path: self.files.deferring(is_local(self.checkpoint_io, path), path, self.root_device)
         )
@@ -78,9 +78,9 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the unsharded state dict on rank 0, and the dense part on others. Collective.
+        """Return the unsharded state dict on rank 0, and the dense part on other ranks. Collective.
 
-        While a checkpoint is saved, tables in it are :class:`.DeferredTensor`, on every rank.
+        While a checkpoint is saved, its tables are :class:`.DeferredTensor` on every rank.
         """
         self.drain()
         state = super().lightning_module_state_dict()
@@ -97,7 +97,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict that the user's optimizer would have unsharded; tables as in the module's. Collective."""
+        """Return the unsharded state dict of the user's optimizer, with tables as in the module's state dict. Collective."""
         if self.table_step is not None:
             self.table_step.count_updates()
         state = super().optimizer_state(optimizer)
@@ -108,9 +108,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        if "loops" in checkpoint and ended_inside_epoch(self.lightning_module.trainer):
-            reopen_epoch(checkpoint["loops"], self.lightning_module.trainer)
+        if "loops" in checkpoint and ended_inside_epoch(self.trainer):
+            reopen_epoch(checkpoint["loops"], self.trainer)
         if "optimizer_states" in checkpoint:
             checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
             if self._bucket_order:
@@ -133,34 +132,31 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         if weights_only is None:
             weights_only = self.files.weights_only
         if is_local(self.checkpoint_io, checkpoint_path):
-            assert self.lightning_module is not None
-            found = self.files.read(Path(checkpoint_path), weights_only, self.lightning_module.trainer)
-            warn_of_what_is_missing(found, _EXTRA, self.lightning_module.trainer)
+            found = self.files.read(Path(checkpoint_path), weights_only, self.trainer)
+            warn_of_what_is_missing(found, _EXTRA, self.trainer)
             return found
         options = {} if weights_only is None else {"weights_only": weights_only}
         return super().load_checkpoint(checkpoint_path, **options)
 
     def _accumulated(self) -> list[dict[str, Any]]:
-        """Return what is accumulated for the next optimizer step; at the end of an epoch Lightning forgets it."""
-        module = self.lightning_module
-        assert module is not None
+        """Return the gradients accumulated for the next optimizer step; Lightning drops them at the end of an epoch."""
+        trainer = self.trainer
         if self._left_in_window:
             rank_zero_warn(
-                "this checkpoint is written after a fit that ended between two optimizer steps of "
-                f"Trainer(accumulate_grad_batches={module.trainer.accumulate_grad_batches}), and holds no accumulated "
-                "gradients: a run that resumes from it takes its first optimizer step with those of the remaining batches "
-                "alone. Save before the fit ends, such as in on_train_end"
+                "this checkpoint has no accumulated gradients, because the fit ended between two optimizer steps of "
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}). A run that resumes from it takes its "
+                "first optimizer step with the gradients of the remaining batches only. Save before the fit ends, such as in "
+                "on_train_end"
             )
             return []
-        epochs: Any = module.trainer.fit_loop.epoch_progress.current
-        # an epoch that a hook cuts short has no last batch before Lightning 2.6
-        ended = module.trainer.is_last_batch or epochs.processed == epochs.started
-        ended = ended and not ended_inside_epoch(module.trainer)
-        wait = self.gradients_wait and not ended
-        return gather_accumulated(wait, module, self._sharded_names(), self.engine)
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        # before Lightning 2.6, an epoch that a hook ends early has no last batch
+        ended = trainer.is_last_batch or epochs.processed == epochs.started
+        wait = self.gradients_wait and (not ended or ended_inside_epoch(trainer))
+        return gather_accumulated(wait, trainer.lightning_module, self._sharded_names(), self.engine)
 
     def _own_parameters(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the module's parameters."""
+        """Return this rank's dense parameters and shards, by name."""
         assert self.lightning_module is not None
         sharded = self._sharded_names()
         dense = {name: value for name, value in self.lightning_module.named_parameters() if name not in sharded}
@@ -173,7 +169,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         return self.chosen_settings if self.autopilot is None else self.autopilot.state_dict()
 
     def leave_fit(self) -> None:
-        """Forget what was loaded and not used, because a fit failed, and note whether it ends inside a window."""
+        """Discard loaded state that a failed fit did not use, and note whether gradients still wait for a step."""
         self._left_in_window, self.gradients_wait = self._left_in_window or self.gradients_wait, False
         self._restored_gradients, self._random_states, self._restored_order = [], [], []
         self.chosen_settings = self._chosen_settings()
@@ -189,7 +185,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             with self.writing_tables():
                 dense = _unsharded().load_optimizer_state_dict(self.tables, self.groups, full, extra)
             checkpoint = {"optimizer_states": [dense]}
-        # what the optimizer takes over must not lie in the checkpoint's file
+        # the optimizer must not keep tensors that are mapped from the checkpoint's file
         states = _materialized(checkpoint["optimizer_states"])
         states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, states)
         super().load_optimizer_state_dict({"optimizer_states": states})
@@ -209,7 +205,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        # entered for batches and micro-batches that no optimizer step follows
+        # Lightning enters this for batches and micro-batches without an optimizer step
         outer, self.accumulating = self.accumulating, True
         try:
             with super().block_backward_sync():
@@ -230,7 +226,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     @override
     def on_train_start(self) -> None:
         self.files.training = True
-        # not where the checkpoint is loaded: what Lightning does until here draws random numbers
+        # not when the checkpoint is loaded, because Lightning draws random numbers before this hook
         if self._random_states:
             set_random_state(self._random_states, self.root_device)
             self._random_states = []
@@ -238,11 +234,9 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         laid_out = lay_out_buckets(self.model, self._restored_order)
         self._bucket_order, self._restored_order = self._restored_order if laid_out else [], []
         if self._restored_gradients:
-            module, sharded = self.lightning_module, self._sharded_names()
-            assert module is not None
             assert self.model is not None
             ranks, self._restored_gradients = self._restored_gradients, []
-            restore_accumulated(ranks, module, sharded, self.model, self.engine)
+            restore_accumulated(ranks, self.trainer.lightning_module, self._sharded_names(), self.model, self.engine)
 
 
 def _unsharded() -> Any:

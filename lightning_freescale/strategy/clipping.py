@@ -1,4 +1,4 @@
-"""Gradient clipping of a Trainer with sharded tables, as of the unsharded module."""
+"""Gradient clipping of a Trainer over sharded tables and dense parameters, as in the unsharded module."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _WAY = "Pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) in
 
 
 def clip_options(trainer: Trainer, optimizers: Mapping[str, TableOptimizer]) -> dict[str, Any]:
-    """Return how the overlap engine has to clip tables with these optimizers: ``clip_value`` or ``hold_gradients``, or neither.
+    """Return the option of the overlap engine that clips tables with these optimizers, or an empty dict.
 
-    By value every row can be clipped by itself; by norm, or as the module likes, all gradients have to be known first.
+    Clipping by value needs one row at a time (``clip_value``). Clipping by norm, or by the module's own hook, needs all
+    gradients first (``hold_gradients``).
     """
     clipping = _clipping(trainer)
     if not clipping or all(optimizer.group is None for optimizer in optimizers.values()):
@@ -33,22 +34,22 @@ def clip_options(trainer: Trainer, optimizers: Mapping[str, TableOptimizer]) -> 
 
 
 def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: Mapping[str, TableOptimizer]) -> None:
-    """Refuse clipping where TorchRec updates the collections ``plain`` during backward, by a ValueError.
+    """Raise a ValueError if gradients are clipped that TorchRec applies during backward, to the collections ``plain``.
 
-    Tables that no parameter group holds do not count: torch clips what the optimizer holds.
+    Tables outside of the optimizer's parameter groups are ignored, because torch clips what the optimizer holds.
     """
     held = {key for key, optimizer in optimizers.items() if optimizer.group is not None}
     paths = [each.path for each in plain if any(table.key in held for table in each.tables)]
     if paths and (clipping := _clipping(trainer)):
         raise ValueError(
-            f"{clipping}: collections {paths} are updated during backward, so their gradients are gone before they could be "
-            "clipped; only those can be clipped whose exchange is overlapped (no managed collisions, no "
-            "FreeScaleStrategy(exchange='torchrec')). Do not clip"
+            f"{clipping}: collections {paths} are updated during backward, before their gradients could be clipped. Clipping "
+            "needs an overlapped exchange (no managed collisions, no FreeScaleStrategy(exchange='torchrec')). Otherwise do "
+            "not clip"
         )
 
 
 def _clipping(trainer: Trainer) -> str:
-    """Return what clips gradients; empty if nothing does."""
+    """Return the setting or hook that clips gradients; empty if there is none."""
     module = trainer.lightning_module
     if is_overridden("configure_gradient_clipping", module):
         return f"{type(module).__name__}.configure_gradient_clipping"
@@ -57,37 +58,28 @@ def _clipping(trainer: Trainer) -> str:
 
 
 class TableClipping:
-    """Clips what tables and dense part have in common, in place of the precision plugin's methods.
-
-    Args:
-        trainer: the Trainer.
-        step: has the gradients of the tables.
-    """
+    """Clips tables and dense parameters together, in place of the methods of the precision plugin."""
 
     def __init__(self, trainer: Trainer, step: TableStep) -> None:
         self._trainer, self._plugin, self._step = trainer, trainer.precision_plugin, step
         self._joint = JointClipping(step, lambda: trainer.optimizers[0], _WAY)
 
     def start_batch(self) -> None:
-        """Check again what callbacks may have changed.
-
-        Raises:
-            ValueError: gradients cannot be clipped so.
-        """
+        """Raise a ValueError if a callback has changed clipping to a setting that is not supported."""
         trainer, step = self._trainer, self._step
         value = None if step.engine is None else step.engine.clip_value
         if step.plain and step.groups is not None:
             refuse_clipping(trainer, step.plain, step.groups.optimizers)
         if value is not None and (value, "value") != (trainer.gradient_clip_val, trainer.gradient_clip_algorithm):
             raise ValueError(
-                f"Trainer(gradient_clip_val={value}, gradient_clip_algorithm='value') was changed during training, to "
-                f"gradient_clip_val={trainer.gradient_clip_val} and gradient_clip_algorithm={trainer.gradient_clip_algorithm}: "
-                "leave it, or call self.clip_gradients(...) in configure_gradient_clipping, with what you like"
+                f"Trainer(gradient_clip_val={value}, gradient_clip_algorithm='value') was changed during training to "
+                f"gradient_clip_val={trainer.gradient_clip_val} and gradient_clip_algorithm={trainer.gradient_clip_algorithm}. "
+                "Keep the setting, or call self.clip_gradients(...) in configure_gradient_clipping with any setting"
             )
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Clip, and check torch's functions, meanwhile."""
+        """Clip in the block, and check calls of torch's own clipping functions."""
         clip_dense_by_value, clip_dense_by_norm = self._plugin.clip_grad_by_value, self._plugin.clip_grad_by_norm
         joint = self._joint
 
@@ -111,5 +103,5 @@ class TableClipping:
 def _not_held(algorithm: str, clip_val: float) -> str:
     return (
         f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}): the gradients of the embedding "
-        f"tables are not kept until here. {_WAY}, in steps that update"
+        f"tables are no longer available. {_WAY}, in steps that update"
     )

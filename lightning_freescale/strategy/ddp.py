@@ -1,4 +1,4 @@
-"""DDP whose ranks stop at the same batch, and whose errors name the cause and the fix in this strategy's words."""
+"""DDPStrategy whose ranks stop at the same batch, and whose errors name the cause and the fix."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
 from lightning_freescale.comm.faults.rank_notices import RankNotices, notices_of_ranks
-from lightning_freescale.strategy.validation import named_for_freescale, refuse_several_optimizers, refuse_unequal_shapes
+from lightning_freescale.strategy.validation import refuse_several_optimizers, refuse_unequal_shapes
 from lightning_freescale.training.setup import refuse_shared_gpu
 
 
 class TrainerDDP(DDPBase):
-    """DDP that knows where the ranks can stop, and what ended the first of them.
+    """DDPStrategy that stops all ranks together and reports the first failure of a rank to the others.
 
     Attributes:
-        at_teardown: what to undo when the Trainer is done, the latest first. Whoever overrides ``teardown`` closes it.
+        at_teardown: callbacks that run when the Trainer is done. A subclass that overrides ``teardown`` closes it.
     """
 
     def __init__(self, **ddp_options: Any) -> None:
@@ -29,6 +29,12 @@ class TrainerDDP(DDPBase):
         self._notices: RankNotices | None = None
         self._stop_points: StopPoints | None = None
 
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer of the current run."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
     @override
     def setup_environment(self) -> None:
         try:
@@ -36,17 +42,17 @@ class TrainerDDP(DDPBase):
         except RuntimeError as error:
             refuse_shared_gpu(error)
             raise
-        self._notices = notices_of_ranks(self.group_timeout)  # before any hook of the user's may fail
+        self._notices = notices_of_ranks(self.group_timeout)  # before a hook of the user can fail
         if self._notices is not None:
             self.at_teardown.callback(self._close_notices, self._notices)
 
     def set_up_stopping(self, trainer: Trainer) -> None:
-        """Have signals and failures of any rank be known to all, from now on. On every rank."""
+        """Report signals and failures of a rank to all ranks from now on. Call it on every rank."""
         if (notices := self._notices) is None:
             return
         self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
         self.at_teardown.enter_context(self._stop_points.running())
-        self.at_teardown.enter_context(telling_failures(trainer, self._tell_failure))
+        self.at_teardown.enter_context(telling_failures(trainer, self._report_failure))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -58,7 +64,7 @@ class TrainerDDP(DDPBase):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # Lightning truncates the mean of integers, such as the numbers of samples that weigh what ranks have logged
+        # Lightning truncates the mean of integers, such as the numbers of samples that weight what the ranks have logged
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("avg", "mean"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
@@ -73,8 +79,8 @@ class TrainerDDP(DDPBase):
         if isinstance(exception, SIGTERMException) and self._stop_points is not None:
             self._stop_points.explain(exception)
         super().on_exception(exception)
-        exception.args = tuple(named_for_freescale(argument) for argument in exception.args)
-        self._tell_failure(exception)  # that of a hook before or after the loop
+        exception.args = tuple(_renamed(argument) for argument in exception.args)
+        self._report_failure(exception)  # of a hook before or after the loop; failures inside it are reported already
 
     @override
     def on_validation_start(self) -> None:
@@ -110,12 +116,12 @@ class TrainerDDP(DDPBase):
         return super().predict_step(*args, **kwargs)
 
     def look_for_notices(self) -> None:
-        """Read the notices of other ranks before a collective: one of them may never join it."""
+        """Read the notices of other ranks before a collective that a failed rank would never join."""
         if self._notices is not None:
             self._notices.look()
 
     def stop_after_training(self) -> None:
-        """Stop here, after the last batch of training, if all ranks do."""
+        """Stop after the last batch of training if all ranks stop there."""
         self.look_for_notices()
         if self._stop_points is not None:
             self._stop_points.end_training()
@@ -124,11 +130,20 @@ class TrainerDDP(DDPBase):
         if self._stop_points is not None:
             self._stop_points.begin_evaluation()
 
-    def _tell_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails; or, if it fails because of another one, add which and why."""
+    def _report_failure(self, exception: BaseException) -> None:
+        """Report this rank's failure to the other ranks. If another rank caused it, add that rank and its error instead."""
         if self._notices is not None and not isinstance(exception, SIGTERMException):
             self._notices.tell_or_explain(exception)
 
     def _close_notices(self, notices: RankNotices) -> None:
         notices.close()
         self._notices = self._stop_points = None
+
+
+def _renamed(text: Any) -> Any:
+    """Replace the names of DDPStrategy in one of Lightning's messages by those of this strategy."""
+    if not isinstance(text, str):
+        return text
+    return text.replace("'ddp_find_unused_parameters", "'freescale_find_unused_parameters").replace(
+        "DDPStrategy(find_unused", "FreeScaleStrategy(find_unused"
+    )

@@ -1,4 +1,4 @@
-"""FreeScaleStrategy: DDP for the dense part, TorchRec for the embedding tables, for LightningModules that stay as they are."""
+"""The Lightning strategy: DDP for dense parameters, TorchRec for embedding tables, without changes to the LightningModule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
-from lightning_freescale._lightning.loops import Trainer, TrainerFn, weights_only_of_run
+from lightning_freescale._lightning.loops import Trainer, TrainerFn, reload_train_loader, weights_only_of_run
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._lightning.weight_averaging import postpone_copies
 from lightning_freescale.balance import MicroBatches
@@ -23,7 +23,7 @@ from lightning_freescale.strategy.balance_monitor import BalanceMonitor
 from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
 from lightning_freescale.strategy.clipping import TableClipping
-from lightning_freescale.strategy.setup import set_up_tables, settle_micro_batches
+from lightning_freescale.strategy.setup import set_up_tables
 from lightning_freescale.strategy.tuning.tuner import Tuner, hold_micro_batches, settle_without_exchange
 from lightning_freescale.strategy.validation import (
     refuse_accumulation,
@@ -31,6 +31,7 @@ from lightning_freescale.strategy.validation import (
     refuse_sampler,
     refuse_second_backward,
     refuse_target,
+    refuse_unsupported,
     warn_of_loader,
 )
 from lightning_freescale.training.lookahead_loader import UNKNOWN, LookaheadLoader
@@ -41,64 +42,64 @@ if TYPE_CHECKING:
 
 
 class FreeScaleStrategy(UnshardedCheckpointStrategy):
-    """Shards TorchRec embedding collections over all ranks and trains the rest with DDP.
+    """Shards TorchRec embedding collections over all ranks and trains the dense parameters with DDP.
 
-    The LightningModule stays as it is: its ``configure_optimizers`` drives the dense parameters and the tables, and checkpoints
-    are those of the unsharded module. A module without embedding collections trains as with ``"ddp"``.
+    The LightningModule does not change. Its ``configure_optimizers`` returns one optimizer for dense parameters and tables.
+    Checkpoints have the format of the unsharded module. A module without embedding collections trains as with ``"ddp"``.
 
     Args:
-        plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that makes the
-            plan. The default is TorchRec's own planner, restricted to row-wise sharding.
-        transport: what moves rows and ids between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
-        overlap: exchange the rows of embedding collections while the model computes. The numbers are the same without.
-        dedup: send each row once per rank and step. Without it the numbers are bitwise those of plain TorchRec, with it they
+        plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that creates
+            the plan. The default is TorchRec's planner, restricted to row-wise sharding.
+        transport: how rows and ids are sent between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
+        overlap: exchange the rows of embedding collections while the model computes. Results are the same with and without.
+        dedup: send each row once per rank and step. Without it, results are bitwise those of plain TorchRec. With it, they
             differ by the order of summation.
-        ids_of: a function that returns the ids which the model will look up in a batch: a ``KeyedJaggedTensor`` (for an
-            ``nn.Embedding`` the tensor), a list of them for several lookups in a step, or a mapping from paths of collections
-            to either. It is called in the main process, once for each batch (or micro-batch) but the first of an epoch, as the
-            batch comes out of the loader, and must not change it. Collections that it leaves out are looked for in the batch.
-            Wrong ids are exchanged again: the numbers are the same. It takes precedence over a method ``embedding_ids`` of the
-            LightningModule, which is called in the same way.
+        ids_of: a function that returns the ids which the model will look up in a batch. It returns a ``KeyedJaggedTensor``
+            (for an ``nn.Embedding`` the tensor of ids), a list of them for several lookups in a step, or a mapping from paths
+            of collections to either. The strategy calls it in the main process, once for each batch (or micro-batch) except
+            the first of an epoch, with the batch as the loader returns it. The function must not change the batch.
+            For collections that it leaves out, the strategy searches the batch. Mispredicted ids are fetched again; results are
+            unaffected. ``ids_of`` takes precedence over a method ``embedding_ids(batch)`` of the LightningModule.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
-            ``["item_emb"]``; they are called and saved as before. ``"auto"``: all with a million numbers or more; those that
-            cannot be sharded are logged. By default none.
+            ``["item_emb"]``. They are called and saved as before. ``"auto"`` shards all modules with at least a million values
+            and logs those that cannot be sharded. The default is none.
         split_backward: with ``overlap``, compute the gradients of the dense weights last in backward, while the gradients of
-            the rows travel. Each rank's gradients are bitwise the same. It costs memory: the linear layers' inputs and the
-            gradients of their outputs are held until then. See
+            the rows are sent. The gradients of each rank are bitwise the same. It needs memory: the inputs of linear layers
+            and the gradients of their outputs are kept until then. See
             :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
-        exchange: the route of rows and gradients. ``"flat"``: between their owners and every rank. ``"two_level"``: what
-            several ranks of a node need crosses the network once, and its gradients are summed in the node before they do. It
-            pays with several nodes of several ranks each and a slow network between them; with one node, or one rank each, it
-            is ``"flat"``, after a notice. ``"torchrec"``: TorchRec's own exchange, without overlap, as a baseline. **It
-            computes other numbers than the unsharded module** where TorchRec does: for weights that the collection ignores,
-            ``inverse_indices``, a feature that a mean and a sum table share, and several lookups in a step.
-        target_bubble_reduction: the autopilot: choose settings by measurement while training, until this share of the bubble at
-            the beginning is gone or nothing helps. It tries ``split_backward``, and ``micro_batches`` where
-            ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes steps faster. The
-            samples of a step, tables, optimizer states and checkpoints stay the same; the run depends on the clock, to the
-            rounding of micro-batches. None for no autopilot.
-        checkpoint: ``"single"``: rank 0 writes one ordinary file, as of the unsharded module, one table after the other.
-            ``"sharded"``: every rank writes its part of the tables to a folder, on a file system that all ranks share;
-            ``freescale consolidate`` converts it to the ordinary file. ``"async"``: the same folder, written while training
-            continues: a step waits until its rank's part is in host memory, and until the previous checkpoint is complete. A
-            replaced or removed checkpoint stays until then. An error in writing is raised at the next save, or at the end of
-            training. Every kind is read on any number of ranks, whatever is set here. Parameters that are not finite are never
-            saved: that is an error, and earlier checkpoints stay as they were.
-        **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
-            rows, plans and measurements have five minutes. Others are as in
-            :class:`lightning.pytorch.strategies.DDPStrategy`; those it does not know go to ``DistributedDataParallel``.
+        exchange: the route of rows and gradients. ``"flat"``: directly between the owner and every rank. ``"two_level"``: rows
+            that several ranks of a node need cross the network once, and their gradients are summed within the node first. It
+            is faster with several nodes of several ranks each and a slow network between them. With one node or one rank per
+            node it falls back to ``"flat"`` and logs this. ``"torchrec"``: TorchRec's own exchange, without overlap, as a
+            baseline. **Its results differ from the unsharded module** where TorchRec's do: for weights that the collection
+            ignores, ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
+        target_bubble_reduction: enables the autopilot, which chooses settings by measuring training steps until it has removed
+            this share of the initial bubble time, or until no setting helps. It tries ``split_backward``, and
+            ``micro_batches`` if ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes
+            steps faster. The samples of a step, tables, optimizer states and checkpoints stay the same. The choice depends on
+            measured time, so results of two runs may differ by the rounding of micro-batches. None disables the autopilot.
+        checkpoint: the format of checkpoints. ``"single"``: rank 0 writes one ordinary file, like that of the unsharded
+            module, one table after the other. ``"sharded"``: every rank writes its part of the tables to a folder on a file
+            system that all ranks share; ``freescale consolidate`` converts the folder to an ordinary file. ``"async"``: the
+            same folder, written while training continues. A step waits until the rank's part is in host memory, and until the
+            previous checkpoint is complete. A replaced or removed checkpoint is kept until then. Write errors are raised at
+            the next save or at the end of training. Any number of ranks can read every format, with any value of this option.
+            Non-finite parameters are never saved: the strategy raises an error and keeps earlier checkpoints.
+        **ddp_options: ``timeout`` applies to all process groups. Without it, the default group has Lightning's timeout, and
+            the groups for rows, plans and measurements have five minutes. Other options are those of
+            :class:`lightning.pytorch.strategies.DDPStrategy`; unknown ones are passed to ``DistributedDataParallel``.
 
     Attributes:
-        overlap_report: what the overlap was worth in the last fit, once it has ended; None without overlap.
+        overlap_report: how much of the exchange the last fit overlapped, available after the fit; None without overlap.
 
     Raises:
-        ValueError: an option has no such value, or would have no effect, or another one, beside another option.
-        TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option.
+        ValueError: an option has an invalid value, or has no or a different effect beside another option.
+        TypeError: ``ids_of`` is not callable, ``shard`` is not a list, or an option is unknown.
     """
 
     strategy_name = "freescale"
     weighs_loss = True
-    """Scales each rank's loss by the weights of the sampler, see :meth:`BalancedSampler.loss_weight`."""
+    """Whether the strategy scales each rank's loss by the weights of the sampler, see :meth:`BalancedSampler.loss_weight`."""
 
     def __init__(
         self,
@@ -122,32 +123,39 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.target_bubble_reduction = target_bubble_reduction
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None
-        self._finds_collections: bool | None = None  # whether set-up has found any; None outside of a run
+        self._finds_collections: bool | None = None  # whether set-up has found collections; None outside of a run
         self._balance_monitor: BalanceMonitor | None = None
         self._tuner: Tuner | None = None
         self._clipping: TableClipping | None = None
-        self._loss_weight = 1.0
-        self._hides_nothing = ""  # why no exchange is hidden behind compute, if none is
-        self._warned_of_loader = False
+        self._loss_weight, self._warned_of_loader = 1.0, False
+        self._hides_nothing = ""  # why compute hides no exchange; empty if it hides all
 
     def __repr__(self) -> str:
-        # others refuse it in a message with this in its place
+        # other libraries refuse the strategy in a message that contains this text
         return (
-            "<FreeScaleStrategy, which only the Trainer of lightning.pytorch takes: import lightning as L, not "
-            "pytorch_lightning; Fabric takes lightning_freescale.FreeScaleFabricStrategy>"
+            "<FreeScaleStrategy, which works only with the Trainer of lightning.pytorch: import lightning as L, not "
+            "pytorch_lightning. For Fabric use lightning_freescale.FreeScaleFabricStrategy>"
         )
 
     # -- hooks, in the order of Lightning's Strategy
 
     @override
+    def check_before_launch(self, trainer: Trainer) -> None:
+        try:
+            if trainer.state.fn == TrainerFn.FITTING:
+                refuse_unsupported(trainer)
+        except ValueError:
+            if collections_of(self.lightning_module, self.shard):  # a module without collections trains as with "ddp"
+                raise
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        postpone_copies(self._trainer)
+        postpone_copies(self.trainer)
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None
+        module, fitting = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.files.weights_only = weights_only_of_run()
         self.set_up_stopping(trainer)
         if fitting:
@@ -156,8 +164,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.set_up_saving(trainer)
         self.tables = self.overlap_report = None
         self._hides_nothing = ""
-        if fitting or self.groups is None or self.groups.root is not module:
-            self.groups = None  # else a checkpoint after validate or test still is one of the fit before
+        if fitting or (self.groups is not None and self.groups.root is not module):
+            self.groups = None  # otherwise a checkpoint after validate or test is still one of the previous fit
         found = collections_of(module, self.shard, warn=True, advise="FreeScaleStrategy" if fitting else "")
         self._finds_collections = bool(found)
         if not found:
@@ -166,7 +174,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             return
         self.table_step = step = set_up_tables(self, trainer, found, self.timeline, fitting)
         if fitting and self._tuner is not None:
-            self._hides_nothing = settle_micro_batches(trainer, step, self.no_overlap)
+            by_torchrec = [collection.path for collection in step.plain]
+            plain = f"TorchRec updates collections {by_torchrec} during backward" if by_torchrec else ""
+            self._hides_nothing = self.no_overlap or plain
+            if self._hides_nothing and settle_without_exchange(trainer.train_dataloader, self._hides_nothing):
+                reload_train_loader(trainer)  # configure_optimizers has read the loader, so batches may be cut already
             if self.target_bubble_reduction is not None and self.overlap and step.overlapped:
                 self._tuner.record_steps()
             self._clipping = TableClipping(trainer, step)
@@ -180,7 +192,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             return super().backward(loss, optimizer, *args, **kwargs)
         refuse_second_backward(step.update_due)
         if loss.requires_grad:
-            loss.register_hook(step.follow_settings)  # called behind on_before_backward
+            loss.register_hook(step.follow_settings)  # called after on_before_backward
         return step.backward(partial(super().backward, loss, optimizer, *args, **kwargs), updates=not self.accumulating)
 
     @override
@@ -188,7 +200,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if (step := self.table_step) is not None:
             step.step_done()
-            trainer: Any = self._trainer
+            trainer: Any = self.trainer
             with self.timeline.span("host", "embeddings: logging"):
                 due = (every := trainer.log_every_n_steps) and trainer.global_step % every == 0 and trainer.is_global_zero
                 if due and (report := step.report_of_rank()) is not None:
@@ -199,7 +211,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.table_step is not None:
-            batch = self.table_step.copied(batch)  # what follows finds it on the device
+            batch = self.table_step.copied(batch)  # Lightning then finds it on the device
         return of_each_part(lambda part: super(FreeScaleStrategy, self).batch_to_device(part, device, dataloader_idx), batch)
 
     @override
@@ -217,29 +229,29 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         sampler: Any = getattr(dataloader, "sampler", None)
         refuse_sampler(sampler, self.world_size)
-        # before the loader is read, and after checkpoints are
+        # before the loader is read, and after checkpoints are loaded
         if self.target_bubble_reduction is not None and not self._hides_nothing and self.autopilot is None:
             hold_micro_batches(dataloader, self.chosen_settings.get("kept", {}))
-        # configure_optimizers may ask for the number of steps, and so for the loader, before there are sharded tables
+        # configure_optimizers may read the number of steps, and thus the loader, before there are sharded tables
         found = self.restore_checkpoint_after_setup
-        if found or not getattr(sampler, "may_pad", False):  # each micro-batch is padded by itself
+        # padded data may use micro-batches without an exchange, because each micro-batch is padded by itself
+        if self._hides_nothing and (found or not getattr(sampler, "may_pad", False)):
             settle_without_exchange(dataloader, self._hides_nothing)
         loader = super().process_dataloader(dataloader)
-        if not (self.overlap and found and (trainer := self._trainer).training):
+        if not (self.overlap and found and (trainer := self.trainer).training):
             return loader
         return LookaheadLoader(loader, lambda: trainer.num_training_batches)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        if self._finds_collections is None:
-            return bool(collections_of(self.lightning_module, self.shard))
-        return self._finds_collections
+        found = self._finds_collections
+        return bool(collections_of(self.lightning_module, self.shard)) if found is None else found
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # configure_model builds on the host: tables must reach the device in shards only
+        # configure_model builds on the host, because tables must reach the device in shards only
         with torch.device("cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -259,16 +271,15 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register as ``"freescale"`` unless that name is taken."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=str(cls.__doc__).splitlines()[0])
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer, step = self._trainer, self.table_step
+        trainer, step = self.trainer, self.table_step
         if step is not None:
-            # a fit within the fit, such as that of BatchSizeFinder, may have failed, or have left the setting of a trial
+            # an inner fit, such as that of BatchSizeFinder, may have failed, or may have left a setting of a trial
             step.update_due, step.split_backward = False, self.split_backward
         self.at_teardown.enter_context(micro_batches_in(trainer, None if step is None else step.take_loaded))
         assert self._tuner is not None
@@ -286,7 +297,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self.look_for_notices()  # what one rank tells before the collectives here, all hear behind them
+        self.look_for_notices()  # a failed rank does not join the collectives here; after them all ranks see the same notices
         super().on_train_end()
         self.finish_overlap()
         if self._balance_monitor is not None and self._tuner is not None:
@@ -296,7 +307,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        trainer, step, monitor, tuner = self._trainer, self.table_step, self._balance_monitor, self._tuner
+        trainer, step, monitor, tuner = self.trainer, self.table_step, self._balance_monitor, self._tuner
         assert monitor is not None
         assert tuner is not None
         if step is not None:
@@ -305,7 +316,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             if self._clipping is not None:
                 self._clipping.start_batch()
             following = self._following_batch(trainer, batch)
-            restart = batch_idx % trainer.accumulate_grad_batches == 0  # where Lightning zeroes the dense gradients
+            restart = batch_idx % trainer.accumulate_grad_batches == 0  # Lightning zeroes the dense gradients there
             step.start_batch(batch, following, comes_ahead=not self._warned_of_loader, restart=restart)
         self._loss_weight = monitor.start_step(batch_idx)
         tuner.start_step(monitor.sampler, batch_idx)
@@ -313,34 +324,24 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException):  # all ranks are here, and what a callback has saved is to be kept
+        if isinstance(exception, SIGTERMException):  # raised on all ranks: keep the checkpoints of callbacks
             self.files.finish()
         super().on_exception(exception)
 
     # -- for callbacks and users
 
     def finish_overlap(self) -> OverlapReport | None:
-        """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.
-
-        None without overlap.
-        """
+        """Apply pending updates, and return means over all ranks and steps of the overlap; None without overlap. Collective."""
         if self.table_step is not None and self.table_step.groups is not None:
             self.table_step.end_backward()
             self.overlap_report = self.table_step.report()
         return self.overlap_report
 
-    # -- parts of the hooks
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     def _following_batch(self, trainer: Trainer, batch: Any) -> Any:
-        """Note that training on ``batch`` begins, and return the batch that follows, or ENDED, or UNKNOWN."""
+        """Return the batch that follows ``batch``, or ENDED, or UNKNOWN. Call it once at the start of each batch."""
         loader: Any = trainer.train_dataloader
-        if batch is None and self.table_step is not None:  # Lightning skips those, unless training_step takes the iterator
-            self.table_step.give_up_lookahead("training_step takes the loader's iterator: take the batch")
+        if batch is None and self.table_step is not None:  # Lightning skips these, unless training_step takes the iterator
+            self.table_step.give_up_lookahead("training_step takes the iterator of the loader: take the batch")
         if isinstance(loader, LookaheadLoader):
             return loader.start_batch()
         if self.overlap and self.engine is not None and not self._warned_of_loader:

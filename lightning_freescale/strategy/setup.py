@@ -1,8 +1,9 @@
-"""The set-up of a Trainer's run with sharded tables: check, shard, wrap, and start the exchange."""
+"""Set-up of a Trainer's run with sharded tables: check the run, shard the tables, wrap the rest, start the exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Collection as Group
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,9 @@ from lightning_freescale._lightning.loops import (
     after_evaluation_batches,
     leaves_transfer_alone,
     optimizers_to_device,
-    reload_train_loader,
 )
 from lightning_freescale._lightning.weight_averaging import average_shards, averaging_callbacks
 from lightning_freescale.strategy.clipping import clip_options, refuse_clipping
-from lightning_freescale.strategy.tuning.tuner import settle_without_exchange
 from lightning_freescale.strategy.validation import refuse_averages, refuse_run
 from lightning_freescale.training.setup import (
     new_table_step,
@@ -47,33 +46,34 @@ def set_up_tables(
 ) -> TableStep:
     """Shard the collections ``found`` in the LightningModule, wrap the rest in DDP, and return the step of the tables.
 
-    Collective; in place of what DDPStrategy does at set-up.
+    Collective. It replaces the set-up of DDPStrategy.
 
     Raises:
         ValueError: the run would not be exact, or an optimizer cannot update sharded tables.
     """
     module, device = trainer.lightning_module, strategy.root_device
     assert strategy.accelerator is not None
-    refuse_run(trainer, found, device, fitting, strategy.exchange == "torchrec")
+    plain = [collection for collection, _ in found if strategy.exchange == "torchrec" or collection.managed]
+    refuse_run(trainer, found, plain, device, fitting)
     refuse_ddp_options(*strategy.unsupported_options)
     strategy.accelerator.setup(trainer)
     _materialize(module, device, leave={child for _, held in found for child in held.modules()})
     if fitting:
         strategy.apply_layer_sync(module)
-    strategy.tables = tables = _shard(strategy, trainer, module, found, fitting)
+    strategy.tables = tables = _shard(strategy, trainer, found, plain, fitting)
     module.to(device)
     names = tables.names_in_module()
-    if not fitting:
+    if fitting:
+        strategy.model = wrap_dense(module, names, strategy.determine_ddp_device_ids(), strategy.ddp_options)
+        if isinstance(strategy.model, DistributedDataParallel):
+            strategy.register_ddp_hooks()
+    else:
         strategy.model = module
         sync_dense(module, names)
-        strategy.setup_precision_plugin()
-        return _new_table_step(strategy, trainer, tables, timeline, fitting)
-    strategy.model = wrap_dense(module, names, strategy.determine_ddp_device_ids(), strategy.ddp_options)
-    if isinstance(strategy.model, DistributedDataParallel):
-        strategy.register_ddp_hooks()
     strategy.setup_precision_plugin()
-    optimizers_to_device(strategy.optimizers, device)
-    if callbacks := averaging_callbacks(trainer):
+    if fitting:
+        optimizers_to_device(strategy.optimizers, device)
+    if fitting and (callbacks := averaging_callbacks(trainer)):
         from lightning_freescale.strategy.weight_averaging import ShardAverages, unfit_for_averages
 
         refuse_averages(trainer, unfit_for_averages(tables))
@@ -82,20 +82,10 @@ def set_up_tables(
     return _new_table_step(strategy, trainer, tables, timeline, fitting)
 
 
-def settle_micro_batches(trainer: Trainer, step: TableStep, no_overlap: str) -> str:
-    """Return why no exchange is hidden, or not that of all collections, and use one micro-batch then; empty if it is."""
-    reason = no_overlap
-    if not reason and step.plain:
-        reason = f"TorchRec updates collections {[collection.path for collection in step.plain]} during backward"
-    if settle_without_exchange(trainer.train_dataloader, reason):
-        reload_train_loader(trainer)  # configure_optimizers has asked for it, and batches may have been cut already
-    return reason
-
-
 def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
-    """Give parameters and buffers on the meta device memory on ``device``, and initialise them by ``reset_parameters``.
+    """Allocate parameters and buffers that are on the meta device, and initialise them with ``reset_parameters``.
 
-    The submodules in ``leave`` stay as they are; tables among them are initialised in shards.
+    The submodules in ``leave`` stay as they are: their tables are initialised in shards.
 
     Raises:
         ValueError: a submodule on the meta device has no ``reset_parameters``.
@@ -106,8 +96,8 @@ def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module
             continue
         if not callable(getattr(child, "reset_parameters", None)):
             raise ValueError(
-                f"module {path!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to initialise "
-                "it: add that method, or build it on the CPU"
+                f"module {path!r} ({type(child).__name__}) is on the meta device and has no method reset_parameters(). Add "
+                "that method, or build the module on the CPU"
             )
         child.to_empty(device=device, recurse=False)
         child.reset_parameters()
@@ -116,27 +106,26 @@ def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module
 def _shard(
     strategy: UnshardedCheckpointStrategy,
     trainer: Trainer,
-    module: nn.Module,
     found: list[tuple[Collection, Any]],
+    plain: Sequence[Collection],
     fitting: bool,
 ) -> ShardedTables:
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
 
-    earlier = ShardedTables.from_collections(found)
+    earlier, groups = ShardedTables.from_collections(found), None
     if earlier is not None and not fitting and earlier.device == strategy.root_device:
         return earlier
-    by_torchrec = strategy.exchange == "torchrec"
     try:
-        with table_sharding(module, strategy.root_device, strategy, found) as sharding:
+        with table_sharding(trainer.lightning_module, strategy.root_device, strategy, found) as sharding:
             if fitting:
                 strategy.setup_optimizers(trainer)  # over blueprints: configure_optimizers is called once, before sharding
-                strategy.groups = ParameterGroups(strategy.optimizers[0], sharding)
-                refuse_clipping(trainer, [c for c, _ in found if by_torchrec or c.managed], strategy.groups.optimizers)
-            groups = strategy.groups if fitting else None
+                strategy.groups = groups = ParameterGroups(strategy.optimizers[0], sharding)
+                if plain:
+                    refuse_clipping(trainer, plain, groups.optimizers)
             return shard_tables(sharding, groups, earlier, strategy)
     except BaseException:
-        strategy.optimizers = []  # their states may be those of blueprints, which teardown cannot move
+        strategy.optimizers = []  # their states may belong to blueprints, which teardown cannot move
         raise
 
 
@@ -144,7 +133,8 @@ def _new_table_step(
     strategy: UnshardedCheckpointStrategy, trainer: Trainer, tables: ShardedTables, timeline: Timeline, fitting: bool
 ) -> TableStep:
     groups = strategy.groups if fitting else None
-    # one rank waits for no gradients; and DDP reduces what a last micro-batch leaves unused before its backward begins
+    # a single rank waits for no gradients. With these options, DDP reduces the gradients of parameters that a last micro-batch
+    # does not use before its backward begins
     unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
     step = new_table_step(
         strategy,

@@ -1,4 +1,4 @@
-"""Refuses what cannot be trained exactly, before training starts."""
+"""Checks that refuse a run which could not be trained exactly, before training starts."""
 
 from __future__ import annotations
 
@@ -27,52 +27,54 @@ _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 
 
 def refuse_run(
-    trainer: Trainer, found: list[tuple[Collection, Any]], device: torch.device, fitting: bool, by_torchrec: bool
+    trainer: Trainer, found: list[tuple[Collection, Any]], plain: Sequence[Collection], device: torch.device, fitting: bool
 ) -> None:
-    """Check that a run with these collections will be exact, before anything is changed.
+    """Check that a run with the collections ``found`` is exact, before anything is changed.
 
     Raises:
-        ValueError: the data has more ids than a table has rows, a collection does not work on ``device``, or a fit asks for
-            what does not go with tables that are updated during backward.
+        ValueError: the data has more ids than a table has rows, a collection does not work on ``device``, or a fit needs
+            something that does not work with tables that are updated during backward.
     """
     from lightning_freescale.embeddings.id_checks import check_num_embeddings
     from lightning_freescale.embeddings.managed_collision import refuse_device
 
-    needed = getattr(getattr(trainer, "datamodule", None), "feature_rows", {})
-    check_num_embeddings([collection for collection, _ in found], needed)
-    for collection, held in found:
-        if collection.managed:
-            refuse_device(collection.path, held, device, fitting)
-    if fitting:
-        _refuse_unsupported(trainer)
+    check_num_embeddings([each for each, _ in found], getattr(getattr(trainer, "datamodule", None), "feature_rows", {}))
+    managed = {each.path: held for each, held in found if each.managed}
+    for path, held in managed.items():
+        refuse_device(path, held, device, fitting)
+    if not fitting:
+        return
+    refuse_unsupported(trainer)
+    if managed:
         reason = "managed collisions give its rows to other ids during training. Use a plain collection"
-        refuse_averages(trainer, {collection.path: reason for collection, _ in found if collection.managed})
-        refuse_accumulation(trainer, [c for c, _ in found if by_torchrec or c.managed])
+        refuse_averages(trainer, dict.fromkeys(managed, reason))
+    if plain:
+        refuse_accumulation(trainer, plain)
 
 
-def _refuse_unsupported(trainer: Trainer) -> None:
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
+def refuse_unsupported(trainer: Trainer) -> None:
+    """Raise a ValueError if the module or the Trainer uses something that sharded tables do not support."""
+    if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            f"automatic_optimization=False: {_BECAUSE} and cannot tell when a manual step is due. Use automatic optimization, "
+            f"automatic_optimization=False: {_BECAUSE} and cannot know when a manual step follows. Use automatic optimization, "
             "or strategy='ddp'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Take "
-                "WeightAveraging, remove it, or use strategy='ddp'"
+                f"{type(callback).__name__} copies the unsharded module, but the embedding tables are sharded. Use "
+                "WeightAveraging, remove the callback, or use strategy='ddp'"
             )
     plugin = trainer.precision_plugin
     if plugin.precision not in ("32-true", "bf16-mixed") or (isinstance(plugin, MixedPrecision) and plugin.scaler):
         raise ValueError(
-            f"Trainer(precision={plugin.precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
-            "precisions scale or convert what they are updated with. Use one of those two"
+            f"Trainer(precision={plugin.precision!r}): other precisions scale or convert the gradients of embedding tables. "
+            "Pass '32-true' or 'bf16-mixed'"
         )
 
 
 def refuse_averages(trainer: Trainer, unfit: Mapping[str, str]) -> None:
-    """Refuse to average the weights of the collections ``unfit``, given with the reasons by path, by a ValueError."""
+    """Raise a ValueError if a callback averages the weights of the collections ``unfit``: paths with the reasons."""
     for callback in averaging_callbacks(trainer) if unfit else ():
         path, reason = next(iter(unfit.items()))
         raise ValueError(
@@ -81,30 +83,21 @@ def refuse_averages(trainer: Trainer, unfit: Mapping[str, str]) -> None:
 
 
 def refuse_several_optimizers(error: RuntimeError, module: Any) -> None:
-    """Say in place of Lightning's ``error`` what configure_optimizers may return instead of several optimizers."""
+    """Replace Lightning's ``error`` about several optimizers by a ValueError with the fix."""
     if module.automatic_optimization and str(error).startswith("Training with multiple optimizers"):
         raise ValueError(
-            f"{type(module).__name__}.configure_optimizers returns several optimizers. Return one, with a parameter group for "
-            "each set of parameters (their options may differ), and give tables that need another kind of optimizer theirs in "
-            "__init__ by torchrec.optim.apply_optimizer_in_backward"
+            f"{type(module).__name__}.configure_optimizers returns several optimizers. Return one optimizer with a parameter "
+            "group for each set of parameters; their options may differ. For tables that need another kind of optimizer, call "
+            "torchrec.optim.apply_optimizer_in_backward in __init__"
         ) from error
 
 
-def named_for_freescale(text: Any) -> Any:
-    """Return what Lightning's DDPStrategy tells the user to write, with the names of this strategy."""
-    if not isinstance(text, str):
-        return text
-    return text.replace("'ddp_find_unused_parameters", "'freescale_find_unused_parameters").replace(
-        "DDPStrategy(find_unused", "FreeScaleStrategy(find_unused"
-    )
-
-
 def refuse_target(target: Any) -> None:
-    """Refuse a ``target_bubble_reduction`` that is no share, by a ValueError."""
+    """Raise a ValueError for a ``target_bubble_reduction`` that is not a share."""
     if target is not None and not 0 < target <= 1:
         raise ValueError(
-            f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble that is to go, above 0 and "
-            "at most 1, such as 0.9, or None"
+            f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble to remove, above 0 and at "
+            "most 1, such as 0.9, or None"
         )
 
 
@@ -115,7 +108,10 @@ def refuse_checkpoint(checkpoint: str) -> None:
 
 
 def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:
-    """Refuse to gather tensors of different shapes, by a ValueError on every rank; gloo would end the process. Collective."""
+    """Raise a ValueError on every rank if the ranks pass tensors of different shapes to all_gather. Collective.
+
+    Without this check, gloo ends the process.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     mine = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())], device=tensor.device)
@@ -124,35 +120,36 @@ def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:
     found = [tuple(each[1 : 1 + each[0]]) for each in torch.stack(shapes).tolist()]
     if len(set(found)) > 1:
         raise ValueError(
-            f"all_gather of tensors of shapes {found} by rank: they must be the same. Ranks have different numbers of samples "
-            "in the last step of an epoch and in the last batch of an evaluation, and with BalanceOptions(assignment_mode="
-            "'slack' or 'free') in every step: pass drop_last=True and assignment_mode='fixed', or pad the tensors"
+            f"all_gather of tensors of shapes {found} by rank: all shapes must be the same. Ranks have different numbers of "
+            "samples in the last step of an epoch and in the last batch of an evaluation, and with BalanceOptions("
+            "assignment_mode='slack' or 'free') in every step. Pass drop_last=True and assignment_mode='fixed', or pad the "
+            "tensors"
         )
 
 
 def refuse_sampler(sampler: Any, world_size: int) -> None:
-    """Refuse a sampler that plans for another number of ranks, by a ValueError."""
+    """Raise a ValueError if the sampler plans for another number of ranks."""
     if isinstance(sampler, BalancedSampler) and sampler.num_replicas != world_size:
         raise ValueError(
-            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, the Trainer has {world_size} ranks: "
-            "pass the data module itself, trainer.fit(model, datamodule=data), or make the sampler with "
+            f"the loader's BalancedSampler has num_replicas={sampler.num_replicas}, but the Trainer has {world_size} ranks. "
+            "Pass the data module itself, trainer.fit(model, datamodule=data), or create the sampler with "
             f"num_replicas={world_size}"
         )
 
 
 def refuse_second_backward(update_due: bool) -> None:
-    """Refuse a backward while the gradients of the last one wait for an optimizer step, by a ValueError."""
+    """Raise a ValueError if the gradients of the previous backward still wait for an optimizer step."""
     if update_due:
         raise ValueError(
-            f"a second backward without an optimizer step between (an own optimizer_step that skips some?): {_BECAUSE}, so "
-            "gradients cannot be accumulated. Call optimizer.step(closure) for every batch"
+            f"backward was called twice without an optimizer step: {_BECAUSE}, so gradients cannot be accumulated. Call "
+            "optimizer.step(closure) for every batch, also in an overridden optimizer_step"
         )
 
 
 def refuse_accumulation(trainer: Trainer, plain: Sequence[Collection], micro_batches: bool = False) -> None:
-    """Refuse accumulated gradients, where TorchRec updates the collections ``plain`` during backward.
+    """Raise a ValueError if gradients accumulate while TorchRec updates the collections ``plain`` during backward.
 
-    Call it during training as well, where a callback may change the Trainer's.
+    Call it also during training, because a callback may change the Trainer's setting.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     schedules = [type(each).__name__ for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
@@ -163,22 +160,21 @@ def refuse_accumulation(trainer: Trainer, plain: Sequence[Collection], micro_bat
         cause = schedules[0]
     elif trainer.accumulate_grad_batches != 1:
         cause = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
-    if plain and cause:
-        paths = [collection.path for collection in plain]
+    if cause:
         raise ValueError(
-            f"{cause}: collections {paths} are updated during backward, so their gradients cannot be accumulated; only those "
-            "can whose exchange is overlapped (FreeScaleStrategy(overlap=True), tables sharded by rows or whole). "
-            f"Use {fix}"
+            f"{cause}: collections {[each.path for each in plain]} are updated during backward, so their gradients cannot be "
+            "accumulated. Accumulation needs an overlapped exchange: FreeScaleStrategy(overlap=True) and tables that are "
+            f"sharded by rows or whole. Otherwise use {fix}"
         )
 
 
 def warn_of_loader(loader: Any) -> None:
-    """Warn that a training loader is none that looks ahead, and why."""
+    """Warn that the exchange is not overlapped because the strategy did not wrap the training loader."""
     why = (
-        "the training loader was made before the module had its embedding collections (read "
-        "trainer.estimated_stepping_batches in configure_optimizers, or make them in __init__)"
+        "the training loader was created before the module had its embedding collections (read "
+        "trainer.estimated_stepping_batches in configure_optimizers, or create the collections in __init__)"
     )
     if isinstance(loader, (dict, list, tuple)):
         kind = type(loader).__name__
-        why = f"the training batches come from a {kind} of loaders, whose next batch is not known (use one DataLoader)"
+        why = f"the training batches come out of a {kind} of loaders, whose next batch is not known (use one DataLoader)"
     rank_zero_warn(f"{why}: the embedding exchange is not overlapped with compute")

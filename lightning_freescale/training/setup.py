@@ -1,4 +1,4 @@
-"""Find and shard the tables of a module, and wrap the part that is not sharded."""
+"""Set-up of a module with sharded tables, for the Trainer and for Fabric: find collections, shard them, wrap the rest."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
 """Which plain ``nn.Embedding`` modules to shard, see :func:`.choose_embeddings`."""
 Found: TypeAlias = "list[tuple[Collection, Any]]"
-"""The collections of a module, each with the module that stands there now."""
+"""The collections of a module, each with the module that is in its place now."""
 
 
 class TableStrategy:
-    """The options of every strategy with sharded tables, and what users do with the tables between steps.
+    """Base class of strategies with sharded tables: their options, and the users' access to the tables between steps.
 
     Attributes:
         tables: the sharded tables; None if the module has none.
-        table_step: the step of these tables in the current run; None outside of one.
-        no_overlap: the option that prevents overlapped exchanges; empty if there is none.
+        table_step: runs the steps of these tables; None outside of a run.
+        no_overlap: why no exchange is overlapped, as a clause that names the option; empty if exchanges are overlapped.
     """
 
     tables: ShardedTables | None = None
@@ -72,122 +72,106 @@ class TableStrategy:
         """Check and keep the options.
 
         Raises:
-            ValueError: there is no such transport or exchange, or an option would have no effect beside another.
-            TypeError: ``ids_of`` is no function, or ``shard`` no list.
+            ValueError: ``transport`` or ``exchange`` has an unknown value, or an option has no effect beside another one.
+            TypeError: ``ids_of`` is not callable, or ``shard`` is not a list of paths.
         """
         if exchange not in ("flat", "two_level", "torchrec"):
             raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat', 'two_level' or 'torchrec'")
         if exchange == "two_level" and not dedup:
             raise ValueError(
-                "FreeScaleStrategy(exchange='two_level', dedup=False): sums within a node first are not bitwise TorchRec's. "
-                "Leave one of the two out"
+                "FreeScaleStrategy(exchange='two_level', dedup=False): the two-level exchange sums gradients within a node "
+                "first, so results are not bitwise those of TorchRec. Remove one of the two options"
             )
-        by_torchrec = exchange == "torchrec"
-        option = "exchange='torchrec'" if by_torchrec else "" if overlap else "overlap=False"
+        option = "exchange='torchrec'" if exchange == "torchrec" else "" if overlap else "overlap=False"
         self.no_overlap = f"FreeScaleStrategy({option}) hides no exchange" if option else ""
-        _refuse_without_effect(ids_of, split_backward, self.no_overlap)
-        _refuse_shard(shard)
+        if ids_of is not None and not callable(ids_of):
+            raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function that maps a batch to a KeyedJaggedTensor")
+        given = {"ids_of=...": ids_of is not None, f"split_backward={split_backward!r}": split_backward}
+        for text in (text for text, is_given in given.items() if is_given and self.no_overlap):
+            raise ValueError(
+                f"FreeScaleStrategy({text}): {self.no_overlap}, so it has no effect. Remove one of the two options"
+            )
+        paths = [] if shard is None or shard == "auto" else shard
+        if isinstance(paths, str) or not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
+            example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
+            raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
         self.plan, self.transport = plan, ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup, self.ids_of, self.shard = not self.no_overlap, dedup, ids_of, shard
         self.split_backward, self.exchange = split_backward, exchange
 
     @property
     def engine(self) -> OverlapEngine | None:
-        """The exchange of the tables' rows; None if TorchRec exchanges them, and outside of a run."""
+        """The engine that exchanges the rows of the tables; None if TorchRec exchanges them, and outside of a run."""
         return None if self.table_step is None else self.table_step.engine
 
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables: before reading them by hand, on every rank."""
+        """Wait until the tables contain all updates of the steps so far. Call it on every rank before you read tables."""
         if self.table_step is not None:
             self.table_step.drain()
 
     def writing_tables(self) -> AbstractContextManager[None]:
-        """Enter this around writes to the tables by hand, on every rank.
+        """Return a context for writes to the tables. Enter it on every rank.
 
-        Updates under way come first, rows fetched ahead are void.
+        Pending updates are applied first, and prefetched rows are discarded.
         """
         return nullcontext() if self.table_step is None else self.table_step.writing()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Enter this around lookups outside of training steps where ranks may make different numbers of them, on every rank.
+        """Return a context for lookups outside of training steps, where ranks may make different numbers of lookups.
 
-        A rank that leaves it first gives the others their rows until all have left it. The Trainer's loops of validation, test
-        and prediction need it not.
+        Enter it on every rank. A rank that leaves the context serves rows to the other ranks until all ranks have left it. The
+        Trainer's loops for validation, test and prediction do not need it.
         """
         yield
         self.serve_evaluation()
 
     def serve_evaluation(self) -> None:
-        """Give the other ranks the rows that they look up outside of steps, until every rank has called this method."""
+        """Serve rows to the other ranks' lookups outside of steps until every rank has called this method. Collective."""
         if self.engine is not None:
             self.engine.serve_evaluation()
 
     def full_weight(self, path: str) -> Tensor:
         """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
 
-        Updates under way are in it; later ones are not.
+        The copy contains pending updates, but no later ones.
 
         Args:
-            path: the table's name in the module's state dict, such as ``"item_emb"`` for an ``nn.Embedding`` or
+            path: the name of the table in the module's state dict, such as ``"item_emb"`` for an ``nn.Embedding`` or
                 ``"net.items.embeddings.item"`` for a table of an EmbeddingCollection.
 
         Raises:
-            ValueError: no sharded table has that name.
+            ValueError: there is no sharded table with this name.
         """
         if self.tables is None:
-            raise ValueError(f"full_weight({path!r}): the module has no sharded tables, read the parameter itself")
+            raise ValueError(f"full_weight({path!r}): the module has no sharded tables. Read the parameter instead")
         self.drain()
         return self.tables.full_weight(path)
 
 
-def _refuse_without_effect(ids_of: Any, split_backward: bool, no_overlap: str) -> None:
-    if ids_of is not None and not callable(ids_of):
-        raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function of the batch that returns a KeyedJaggedTensor")
-    if no_overlap and ids_of is not None:
-        raise ValueError(f"FreeScaleStrategy(ids_of=...): {no_overlap}, so the next ids have no use. Leave one of the two out")
-    if split_backward and no_overlap:
-        raise ValueError(
-            f"FreeScaleStrategy(split_backward={split_backward!r}): {no_overlap}, so nothing travels while backward computes "
-            "the gradients of the weights. Leave one of the two out"
-        )
-
-
-def _refuse_shard(shard: Any) -> None:
-    if shard is None or shard == "auto":
-        return
-    if isinstance(shard, str) or not isinstance(shard, Sequence) or not all(isinstance(path, str) for path in shard):
-        example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
-        raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
-
-
 def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
-    """Refuse what neither ``strategy``, nor a class it is built on, nor DistributedDataParallel takes.
-
-    Raises:
-        TypeError: names the option and the one that is spelled most like it.
-    """
+    """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take."""
     takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
     names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
     names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
     for option in given:
         if option not in names:
             near = get_close_matches(option, names, n=1)
-            meant = f"did you mean {near[0]}=?" if near else "see its docstring and DistributedDataParallel's"
-            raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option, {meant}")
+            hint = f"Did you mean {near[0]}=?" if near else "See its docstring and that of DistributedDataParallel"
+            raise TypeError(f"FreeScaleStrategy({option}=...): there is no such option. {hint}")
 
 
 def refuse_ddp_options(start_method: str, model_averaging_period: int | None = None) -> None:
-    """Refuse options of DDPStrategy that do not go with sharded tables, by a ValueError."""
+    """Raise a ValueError for options of DDPStrategy that do not work with sharded tables."""
     if start_method != "popen":
         raise ValueError(
-            f"FreeScaleStrategy(start_method={start_method!r}) would bring shards back to the main process, which cannot hold "
-            "them. Leave start_method out and run a script, or use torchrun"
+            f"FreeScaleStrategy(start_method={start_method!r}) would return the shards to the main process, which cannot hold "
+            "them. Remove start_method and run a script, or use torchrun"
         )
     if model_averaging_period is not None:
         raise ValueError(
-            f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets dense parameters differ "
-            "between ranks, which sharded tables cannot. Remove it"
+            f"FreeScaleStrategy(model_averaging_period={model_averaging_period!r}): local SGD lets parameters differ between "
+            "ranks, which sharded tables do not allow. Remove the option"
         )
 
 
@@ -195,26 +179,27 @@ def refuse_shared_gpu(error: RuntimeError) -> None:
     """Raise a RuntimeError with the fix if NCCL has failed because several ranks run on one GPU."""
     if "Duplicate GPU detected" in str(error):
         raise RuntimeError(
-            'several ranks run on one GPU, which NCCL refuses: FreeScaleStrategy(process_group_backend="gloo"), or a GPU for '
-            "each rank"
+            "several ranks run on one GPU, which NCCL does not support. Pass "
+            'FreeScaleStrategy(process_group_backend="gloo"), or use one GPU for each rank'
         ) from error
 
 
-# -- parts of the set-up, in their order
+# -- steps of the set-up, in their order
 
 
 def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, advise: str = "") -> Found:
-    """Return the embedding collections of a module, see :func:`.find_collections`; none without TorchRec.
+    """Return the embedding collections of a module, see :func:`.find_collections`; none if TorchRec is not installed.
 
     Args:
         module: the module.
         shard: plain ``nn.Embedding`` modules to shard as well.
-        warn: whether to warn of collections that cannot be sharded, and to log that there are none.
-        advise: the name of the strategy, to log which large ``nn.Embedding`` modules it shards or could shard.
+        warn: whether to warn about collections that cannot be sharded, and to log if there are none.
+        advise: name of the strategy in messages about large ``nn.Embedding`` modules that it shards or could shard; empty for
+            no messages.
 
     Raises:
         ValueError: an ``nn.Embedding`` that ``shard`` names cannot be sharded.
-        ModuleNotFoundError: ``shard`` asks for TorchRec's tables, and TorchRec is not there.
+        ModuleNotFoundError: ``shard`` is given and TorchRec is not installed.
     """
     found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
@@ -224,36 +209,40 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
         choice = choose_embeddings(module, shard)
         found = find_collections(module, set(choice.chosen.values()))
         for path in unsupported_collections(module, found) if warn else ():
-            rank_zero_warn(f"embedding collection {path!r} is of a kind that cannot be sharded: it is replicated as with 'ddp'")
+            rank_zero_warn(f"embedding collection {path!r} has a type that cannot be sharded. It is replicated as with 'ddp'")
         if advise:
             _tell_embeddings(choice, shard, found, advise)
     if warn and not found:
-        rank_zero_info("strategy 'freescale': no embedding collection to shard in the module, it trains as with 'ddp'")
+        rank_zero_info("strategy 'freescale': the module has no embedding collection to shard. It trains as with 'ddp'")
     return found
 
 
 def _tell_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strategy: str) -> None:
-    """Say which large ``nn.Embedding`` modules are not sharded although they could be, or what ``shard="auto"`` does."""
+    """Log which large ``nn.Embedding`` modules could be sharded, or which ones ``shard="auto"`` shards."""
     from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
 
     sizes = {path: f"{path!r} ({e.num_embeddings} x {e.embedding_dim})" for path, e in (choice.chosen | choice.left).items()}
     if choice.left:
         rank_zero_info(
-            f"strategy 'freescale': nn.Embedding {', '.join(sizes.values())} is whole on every rank, and its dense gradient is "
-            f"reduced in every step: {strategy}(shard={[*sizes]!r}), or shard='auto', shards it"
+            f"strategy 'freescale': nn.Embedding {', '.join(sizes.values())} is replicated on every rank, and every step "
+            f"reduces its dense gradient. To shard it, pass {strategy}(shard={[*sizes]!r}) or shard='auto'"
         )
     if shard == "auto":
-        none = "" if any(c.embedding for c, _ in found) else f"finds no nn.Embedding of {LARGE_EMBEDDING} numbers to shard"
+        none = (
+            ""
+            if any(c.embedding for c, _ in found)
+            else f"finds no nn.Embedding with {LARGE_EMBEDDING} or more values to shard"
+        )
         taken = f"shards {', '.join(sizes.values())}" if sizes else none
-        if taken:  # else they are sharded, by an earlier fit
+        if taken:  # otherwise an earlier fit has sharded them
             rank_zero_info(f"strategy 'freescale': shard='auto' {taken}")
         for reason in choice.unshardable.values():
-            rank_zero_info(f"strategy 'freescale': shard='auto' leaves an nn.Embedding whole: {reason}")
+            rank_zero_info(f"strategy 'freescale': shard='auto' does not shard an nn.Embedding: {reason}")
 
 
 @contextmanager
 def table_sharding(module: nn.Module, device: torch.device, strategy: TableStrategy, found: Found) -> Iterator[TableSharding]:
-    """Take the collections ``found`` out of their module, and put them back if the block raises; it shards them."""
+    """Take the collections ``found`` out of their module for the block that shards them. Put them back if it raises."""
     from lightning_freescale.embeddings.sharding import TableSharding
 
     sharding = TableSharding(module, device, strategy.exchange != "torchrec", found)
@@ -270,14 +259,15 @@ def shard_tables(
     earlier: ShardedTables | None,
     strategy: TableStrategy,
 ) -> ShardedTables:
-    """Shard the tables, each with the optimizer that ``groups`` has for it, if any. Collective.
+    """Shard the tables, each with its optimizer in ``groups``, and return them. Collective.
+
+    TorchRec's own exchanges get a process group of their own. The default group stays as Lightning made it.
 
     Args:
         sharding: the tables, taken out of their module.
-        groups: the parameter groups of the user's optimizer; None without one.
-        earlier: the tables as an earlier run has sharded them; their process group is used again if it fits.
-        strategy: its options plan the tables, and move rows in TorchRec's own exchanges, which have a process group of
-            their own. The default group stays as Lightning made it.
+        groups: the parameter groups of the user's optimizer; None if there is no optimizer.
+        earlier: the tables of an earlier run; their process group is used again if its options are the same.
+        strategy: the options ``plan`` and ``transport``, and the numbers of ranks.
     """
     optimizers = sharding.in_backward if groups is None else groups.optimizers
     lazy = [] if groups is None else sorted(key for key, how in optimizers.items() if how.moves_without_gradient)
@@ -285,11 +275,11 @@ def shard_tables(
         kinds = " and ".join(sorted({optimizers[key].fused_class.__name__ for key in lazy}))
         rank_zero_info(
             f"strategy 'freescale': {kinds} updates only the rows of tables {lazy} that a step looks up, as TorchRec and "
-            "torch.optim.SparseAdam do. Under 'ddp' the dense optimizer moves all other rows in every step, too: expect other "
-            "weights there, unless the loss is over all rows of the table"
+            "torch.optim.SparseAdam do. With 'ddp', the dense optimizer also updates all other rows in every step. Expect "
+            "different weights, unless the loss depends on all rows of the table"
         )
-    # training waits for these exchanges and nothing computes beside them: NCCL is faster then. The other transports are for
-    # the overlapped exchange, whose collections have groups of their own
+    # no compute overlaps these exchanges, and NCCL is the fastest transport then. The other transports are for the overlapped
+    # exchange, whose collections have process groups of their own
     transport = "native" if strategy.transport == "auto" and sharding.device.type == "cuda" else strategy.transport
     options = LazyGlooOptions(transport, name="embedding", priority=1)
     group = earlier.group if earlier is not None else None
@@ -299,9 +289,9 @@ def shard_tables(
 
 
 def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:
-    """Wrap ``module`` into DistributedDataParallel on the default group, without the parameters named ``sharded``. Collective.
+    """Wrap ``module`` in DistributedDataParallel on the default group, without the parameters named ``sharded``. Collective.
 
-    A module whose only trainable parameters are sharded is returned as it is, with rank 0's dense parameters.
+    If all trainable parameters are sharded, copy rank 0's dense parameters to all ranks and return ``module`` itself.
     """
     if not any(p.requires_grad for name, p in module.named_parameters() if name not in sharded):
         sync_dense(module, sharded)
@@ -311,7 +301,7 @@ def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | N
 
 
 def sync_dense(module: nn.Module, sharded: Group[str]) -> None:
-    """Copy rank 0's dense parameters and buffers to all ranks, where no DistributedDataParallel does it. Collective."""
+    """Copy rank 0's dense parameters and buffers to all ranks. Collective. DistributedDataParallel does this by itself."""
     group = dist.group.WORLD
     assert group is not None
     _sync_module_states(module, group, 250 * 1024 * 1024, 0, set(sharded))
@@ -365,8 +355,8 @@ def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str,
     exchange, nodes, ranks = strategy.exchange, strategy.num_nodes, strategy.num_processes
     if exchange == "two_level" and 1 in (nodes, ranks):
         rank_zero_info(
-            f"strategy 'freescale': exchange='two_level' with num_nodes={nodes} and {ranks} ranks each is the flat exchange: "
-            "it takes several of both"
+            f"strategy 'freescale': exchange='two_level' with num_nodes={nodes} and {ranks} ranks per node uses the flat "
+            "exchange. Two levels need several nodes with several ranks each"
         )
         exchange = "flat"
     clips = {**clips, "exchange": exchange, "ranks_per_node": ranks}

@@ -265,10 +265,10 @@ def test_large_embeddings_are_named_or_taken(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO)
     given = [(Large, ["word_emb"]), (Large, "auto"), (PlainModel, "auto"), (Large, None)]
     ((named, auto, none, left),) = run_distributed(lambda: [_messages(caplog, *each) for each in given], 1)
-    assert "whole on every rank" not in named[0] and "shard='auto'" not in named[0]
+    assert "replicated on every rank" not in named[0] and "shard='auto'" not in named[0]
     assert "shards 'word_emb' (125000 x 8)" in auto[0] and "'renorm_emb' has max_norm=1.0" in auto[0]
     assert named[1] == auto[1] == [*["Embedding"] * 4, "ShardedEmbedding"]
-    assert f"shard='auto' finds no nn.Embedding of {LARGE_EMBEDDING}" in none[0]
+    assert f"shard='auto' finds no nn.Embedding with {LARGE_EMBEDDING}" in none[0]
     assert left[0].count("'word_emb' (125000 x 8)") == 1 and "shard=['word_emb']" in left[0]
     assert set(left[1]) == {"Embedding"}
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core import rank_zero
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingPlan
@@ -157,6 +158,14 @@ def test_refused_before_training() -> None:
             if not re.search(pattern, message, re.DOTALL) or "meta" in message
         }
         assert not unlike
+
+
+def test_what_needs_no_ranks_is_refused_before_they_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", started.append)
+    with pytest.raises(ValueError, match="automatic_optimization=False"):
+        trainer(devices=2).fit(Manual(), _data())
+    assert started == []
 
 
 def _accepted() -> bool:

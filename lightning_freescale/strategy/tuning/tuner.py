@@ -48,10 +48,14 @@ class Tuner:
         self.autopilot: Autopilot | None = None
         self._times: ComputeTimes | None = None
         self._calibrator: CostCalibrator | None = None
-        if dist.is_initialized() and trainer.world_size > 1:
+        data: Any = getattr(trainer, "datamodule", None)
+        several = trainer.world_size > 1  # a single rank has nothing to balance
+        ours = several and isinstance(data, FreeScaleDataModule) and isinstance(data.train, MapStyleData)
+        self._data: FreeScaleDataModule | None = data if ours and data.train.calibrates else None
+        if dist.is_initialized() and several:
             self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
             at_teardown.callback(dist.destroy_process_group, self.group)
-        if _calibrated_data(trainer) is not None:
+        if self._data is not None:
             self.record_steps()
 
     def record_steps(self) -> None:
@@ -73,9 +77,9 @@ class Tuner:
             chosen: what the autopilot of the checkpoint's run has found.
         """
         self._times = ComputeTimes(self._timeline) if self._timeline.enabled else None
-        self._calibrator, data = None, _calibrated_data(self._trainer)
-        if data is not None and self._times is not None and self.group is not None:
-            self._calibrator = CostCalibrator(self._trainer, data, self._times, self.group)
+        self._calibrator = None
+        if self._data is not None and self._times is not None and self.group is not None:
+            self._calibrator = CostCalibrator(self._trainer, self._data, self._times, self.group)
         self.autopilot = self._new_autopilot(table_step, target, hides_nothing)
         if self.autopilot is not None and target is not None:
             self.autopilot.load_state_dict(chosen)
@@ -157,14 +161,6 @@ class Tuner:
         )
 
 
-def _calibrated_data(trainer: Trainer) -> FreeScaleDataModule | None:
-    """Return the data module, if it is ours, its costs are to be fitted, and there are ranks to balance."""
-    data = getattr(trainer, "datamodule", None)
-    if not isinstance(data, FreeScaleDataModule) or trainer.world_size == 1:  # which has nothing to balance
-        return None
-    return data if isinstance(data.train, MapStyleData) and data.train.calibrates else None
-
-
 def schedule_of(loader: Any) -> MicroBatchSchedule | None:
     """Return the schedule that a training loader cuts its batches by, if there is one."""
     schedule = getattr(getattr(loader, "sampler", None), "micro_batches", None)
@@ -172,12 +168,12 @@ def schedule_of(loader: Any) -> MicroBatchSchedule | None:
 
 
 def settle_without_exchange(loader: Any, reason: str) -> bool:
-    """Choose one micro-batch for ``"auto"``, if there is a ``reason`` why more cannot help; return whether that was news.
+    """Choose one micro-batch for ``"auto"`` because of ``reason``, and return whether this changes the choice.
 
-    Whatever a checkpoint has brought: in the run that wrote it, there may have been something to hide.
+    It overrides the choice of a checkpoint, because the run that wrote it may have had an exchange to hide.
     """
     schedule = schedule_of(loader)
-    if not reason or schedule is None or not schedule.auto or schedule.chosen == 1:
+    if schedule is None or not schedule.auto or schedule.chosen == 1:
         return False
     schedule.settle(1)
     instead = f", and not {schedule.measured} as measured in the run that wrote the checkpoint" if schedule.measured else ""
