@@ -84,7 +84,6 @@ FILES = {
     "comm/transports/cuda_driver.py": "the driver of a GPU",
     "comm/transports/nccl.py": "NCCL moves CUDA tensors",
     "comm/transports/peer_link.py": "copies between GPUs",
-    "comm/transports/symmetric_buffer.py": "memory of GPUs",
     "comm/transports/peer.py": "copies between GPUs",
 }
 """Files whose functions run on CUDA alone, with the reason."""

@@ -46,8 +46,8 @@ from lightning_freescale.data import HistoryDataset
 
 DEFECTS = ("hangs", "silent_losses", "unnamed_errors", "orphans", "shared_memory", "not_resumed", "unstruck")
 _CAUSE = re.compile(
-    "injected fault|died|dead|killed|ended|left|lost|gone|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|no answer|"
-    "SIGTERM|SIGINT|nan|could not|OSError|Interrupt",
+    "injected fault|died|dead|killed|ended|left|lost|gone|disconnected|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|"
+    "no answer|SIGTERM|SIGINT|nan|could not|OSError|Interrupt",
     re.IGNORECASE,
 )
 _DAMAGED = "is damaged or incomplete"

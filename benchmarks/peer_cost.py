@@ -23,9 +23,8 @@ from torch import Tensor
 
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.peer import TransferProgress
-from lightning_freescale.comm.transports.peer_link import Link
-from lightning_freescale.comm.transports.symmetric_buffer import PEER_BYTES, SymmetricBuffer
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.peer_link import PEER_BYTES, Link, SymmetricBuffer
+from lightning_freescale.comm.transports.transport import Transfer
 
 RANKS = (2, 4, 8)
 _DEVICE = torch.device("cuda", 0)

@@ -21,7 +21,7 @@ from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWor
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
-from lightning_freescale.comm.transports.transfer import RankBuffers
+from lightning_freescale.comm.transports.transport import RankBuffers
 
 BACKEND = "freescale"
 

@@ -18,7 +18,7 @@ from lightning_freescale.comm.collectives import executor as executor_module
 from lightning_freescale.comm.collectives.handshake import Header, _check_header
 from lightning_freescale.comm.transports import p2p as p2p_module
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.transport import Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
 
@@ -150,11 +150,11 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _assert_gone(by_survivor: list[list[Outcome]], victim: int) -> None:
+def _assert_disconnected(by_survivor: list[list[Outcome]], victim: int) -> None:
     """All name it; but rank 0 takes the store with it, so that a rank may know only which rank gave up because of it."""
     for seen in by_survivor:
-        _assert_ended(seen, "gone" if victim == 0 else f"rank {victim} is gone")
-    assert any(f"rank {victim} is gone" in seen[0].text for seen in by_survivor)
+        _assert_ended(seen, "has disconnected" if victim == 0 else f"rank {victim} has disconnected")
+    assert any(f"rank {victim} has disconnected" in seen[0].text for seen in by_survivor)
 
 
 def _ends_before(victim: int, end: Callable[[], Any]) -> list[list[Outcome]]:
@@ -184,7 +184,7 @@ def test_a_rank_that_ends_is_an_error_for_all_others(survivors: Survivors, size:
     alive = survivors(_ends_before, size, victim, end)
     assert set(alive) == set(range(size)) - {victim}
     for seen in zip(*alive.values()):
-        _assert_gone(list(seen), victim)
+        _assert_disconnected(list(seen), victim)
 
 
 def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
@@ -227,7 +227,7 @@ def test_a_rank_killed_within_a_long_transfer_is_an_error_for_all_others(
 ) -> None:
     alive = survivors(_ends_within, size, kind, CUT, _on(victim, _die))
     assert set(alive) == set(range(size)) - {victim}
-    _assert_gone(list(alive.values()), victim)
+    _assert_disconnected(list(alive.values()), victim)
 
 
 def _dies_with_a_message_half_sent() -> Outcome:
@@ -244,9 +244,9 @@ def _dies_with_a_message_half_sent() -> Outcome:
     return seen
 
 
-def test_a_rank_killed_with_a_message_half_sent_is_gone_not_late(survivors: Survivors) -> None:
+def test_a_rank_killed_with_a_message_half_sent_has_disconnected(survivors: Survivors) -> None:
     seen = survivors(_dies_with_a_message_half_sent, 2)[0]
-    assert seen.kind == "DistBackendError" and seen.text.startswith("rank 1 is gone") and seen.seconds < SOON
+    assert seen.kind == "DistBackendError" and seen.text.startswith("rank 1 has disconnected") and seen.seconds < SOON
 
 
 def _fail() -> None:
@@ -260,7 +260,7 @@ def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(kind
 
 
 def _assert_gave_up(seen: list[Outcome], rank: int, waited: bool = True) -> None:
-    _assert_ended(seen, "rank 1 did not come", f"{TIMEOUT:g} s")
+    _assert_ended(seen, "rank 1 did not respond", f"{TIMEOUT:g} s")
     assert seen[0].seconds > TIMEOUT / 2 or rank == 1 or not waited
     assert rank != 1 or "has given up" in seen[0].text
 

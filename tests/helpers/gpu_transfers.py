@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.transport import Transfer
 from tests.helpers.fake_gpu import FakeDriver, FakeEvent, keep, on_ranks
 
 UNTOUCHED = 255

@@ -27,7 +27,7 @@ from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
 from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
-from lightning_freescale.comm.transports.transfer import RankBuffers
+from lightning_freescale.comm.transports.transport import RankBuffers
 
 Wait = Callable[[float], object]
 """Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""

@@ -1,9 +1,9 @@
-"""An all-to-all whose ranks have agreed by themselves: they do not compare what they send and expect.
+"""An all-to-all without a handshake, for ranks that already know the limits of all sizes.
 
-This is how MPI sends eager and rendezvous messages. Every rank keeps a receive of fixed size posted for every other. A short
-part is one message, behind a head with its length. The head of a long part goes first. When it has come, the receive for the
-part is posted with that length. So no message can be longer than its receive, for which gloo would end the process, and both
-directions of a link are at work also when a rank is late.
+It follows the eager and rendezvous protocols of MPI. Every rank keeps a receive of fixed size posted for every other rank. A
+message consists of a head with the length, and of the part if it is short. For a long part, the receiver posts a receive of
+that length after the head. A message is therefore never longer than its receive, for which gloo would end the process, and both
+directions of a link are in use even if a rank is late.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.transports.p2p import GlooP2P, unprofiled
-from lightning_freescale.comm.transports.transfer import DTYPE_INDEX, DTYPES, Transfer
+from lightning_freescale.comm.transports.transport import DTYPE_INDEX, DTYPES, Transfer
 
-# even, and above those of headers
+# even, and above the tags of headers
 _TAG, _LONG_TAG = 2**30, 2**30 + 2
 _HEAD = struct.Struct("<qII")  # bytes of the part, number of the exchange, index of the dtype
 _START = _HEAD.size
 
-# To copy 1 MiB at both ends takes less processor time than a second message in chunks.
+# Two copies of 1 MiB, one at each end, take less CPU time than a second message in chunks.
 _SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS = 2**20, 2**22
 
-# for every dtype, and in 2 us; numpy takes 5
+# works for every dtype and takes 2 us; NumPy takes 5 us
 _view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -38,21 +38,25 @@ _WRITABLE = 0x200
 
 
 class EagerExchange:
-    """Runs the exchanges of one lane, one at a time.
+    """The exchanges of one lane, one at a time.
 
-    ``move_long`` moves what fits in no message, as a transfer whose sizes all ranks know.
+    Args:
+        p2p: the connections of the lane.
+        move_long: moves the long parts, as a transfer whose sizes all ranks know.
+
+    Attributes:
+        short_bytes: the longest part that travels with its head.
     """
 
     def __init__(self, p2p: GlooP2P, move_long: Callable[[Transfer], None]) -> None:
         self.short_bytes = min(_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS // p2p.size)
-        """The longest part that travels with its head."""
         self._p2p, self._move_long = p2p, move_long
         self._links: list[_Link] = []
         self._number = 0
-        self._peer = p2p.rank  # whose message is being sent or waited for
+        self._peer = p2p.rank  # the peer of the current message
 
     def exchange(self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta) -> None:
-        """Do as :meth:`ProcessGroupFreeScale.exchange`. Collective."""
+        """Run :meth:`ProcessGroupFreeScale.exchange`. Collective."""
         outgoing, incoming = (
             _Parts("send", send, "gives", gives, self._p2p),
             _Parts("received", received, "gets", gets, self._p2p),
@@ -69,13 +73,13 @@ class EagerExchange:
             raise
         except RuntimeError as error:
             failed = str(error)
-        if failed:  # not raised above, as an error whose context is gloo's would keep the messages, and they the connections
+        if failed:  # not raised above: gloo's error as context would keep the messages and the connections alive
             raise dist.DistBackendError(self._p2p.explain(failed, self._peer, timeout))
         if max(outgoing.lengths) > self.short_bytes or max(incoming.lengths) > self.short_bytes:
             self._move_long(self._long_parts(outgoing, incoming, kind, number, timeout))
 
     def drop_receives(self) -> None:
-        """Let go of the receives posted ahead, which would keep the connections open."""
+        """Delete the receives posted ahead, which would keep the connections open."""
         self._links = []
 
     def _exchange_messages(self, outgoing: _Parts, incoming: _Parts, number: int, kind: int, timeout: timedelta) -> None:
@@ -87,7 +91,7 @@ class EagerExchange:
         for link in links:
             self._peer = link.peer
             sends.append(gloo.send([link.pack(outgoing, number, kind)], link.peer, _TAG))
-        for link in reversed(links):  # in the order in which they send here
+        for link in reversed(links):  # in the order in which the peers send to this rank
             self._peer = link.peer
             link.receive.wait(timeout)
             link.unpack(incoming, number, kind, self._p2p.ranks)
@@ -102,26 +106,25 @@ class EagerExchange:
 
 
 def _keep_own(outgoing: _Parts, incoming: _Parts, rank: int) -> None:
-    """Copy the part that a rank gives itself."""
     length, slot = outgoing.lengths[rank], incoming.lengths[rank]
     if length > slot:
-        raise ValueError(f"gives={length} and gets={slot} bytes for the own rank {rank}: give it a longer slot")
+        raise ValueError(f"gives={length} and gets={slot} bytes for the own rank {rank}: pass a longer slot")
     source, target = outgoing.starts[rank], incoming.starts[rank]
     incoming.memory[target : target + length] = outgoing.memory[source : source + length]
     outgoing.lengths[rank] = incoming.lengths[rank] = 0
 
 
 class _Parts:
-    """What goes to every rank, or where what comes from it goes: slices of ``memory``, in bytes.
+    """The parts for every rank, or the slots for the parts from every rank, as slices of ``memory`` in bytes.
 
-    ``lengths`` of what comes are those of the slots, and then of what has come.
+    ``lengths`` of slots become the lengths of the received parts.
     """
 
     __slots__ = ("_tensor", "lengths", "memory", "starts")
 
     def __init__(self, name: str, tensor: Tensor, sizes_name: str, sizes: Sequence[int], p2p: GlooP2P) -> None:
         sound = tensor.is_cpu and tensor.ndim == 1 and tensor.is_contiguous() and tensor.dtype in DTYPE_INDEX
-        if not sound or tensor.is_conj() or tensor.is_neg():  # whose memory holds other numbers
+        if not sound or tensor.is_conj() or tensor.is_neg():  # the memory of such views holds other numbers
             _refuse(name, tensor)
         if len(sizes) != p2p.size or min(sizes) < 0 or sum(sizes) != tensor.numel():
             raise ValueError(
@@ -135,13 +138,13 @@ class _Parts:
         self.starts = list(accumulate(self.lengths, initial=0))
 
     def as_tensors(self, longer_than: int) -> list[Tensor]:
-        """Return the parts that are longer, uint8 of shape ``[bytes]``, and empty ones for the others."""
+        """Return the longer parts, uint8 of shape ``[bytes]``, and empty tensors for the others."""
         flat = self._tensor.detach().view(torch.uint8)
         return [flat[at : at + (size if size > longer_than else 0)] for at, size in zip(self.starts, self.lengths)]
 
 
 class _FailedReceive:
-    """A receive that could not be posted; to wait for it raises why."""
+    """A receive that could not be posted. Its wait raises the reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -151,7 +154,7 @@ class _FailedReceive:
 
 
 class _Link:
-    """The memory of the messages to and from one peer, and the receive that is posted for the next."""
+    """The memory of the messages to and from one peer, and the posted receive."""
 
     __slots__ = ("_read", "_short_bytes", "_written", "incoming", "outgoing", "peer", "receive")
 
@@ -162,16 +165,15 @@ class _Link:
         self.post(gloo)
 
     def post(self, gloo: Any) -> None:
-        """Post the receive for the next message."""
         with unprofiled:
             try:
                 self.receive = gloo.recv([self.incoming], self.peer, _TAG)
             except RuntimeError as error:
-                # the peer has closed its connections after this exchange: that is an error of the next one only
+                # the peer has closed its connections after this exchange, which is an error of the next exchange only
                 self.receive = _FailedReceive(str(error))
 
     def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
-        """Return the message for the peer: the head, and its part if that is short."""
+        """Return the message for the peer: the head, and the part if it is short."""
         length, end = parts.lengths[self.peer], _START
         _HEAD.pack_into(self._written, 0, length, number, kind)
         if 0 < length <= self._short_bytes:
@@ -180,20 +182,20 @@ class _Link:
         return self.outgoing[:end]
 
     def unpack(self, parts: _Parts, number: int, kind: int, ranks: Sequence[int]) -> None:
-        """Put the part that has come into the peer's slot, or note the length of the one to come."""
+        """Copy a short part into the peer's slot, and set the length of the part."""
         length, its_number, its_kind = _HEAD.unpack_from(self._read)
         slot = parts.lengths[self.peer]
         if length > slot or its_number != number or its_kind != kind:
             its_rank = f"rank {ranks[self.peer]}"
             if its_number != number:
                 text = (
-                    f"{its_rank} is at exchange {its_number}, this one at {number}: issue the same exchanges in the same order "
-                    "on every rank, and leave a rank out (no part, no slot) only where it leaves out this one"
+                    f"{its_rank} is at exchange {its_number}, this rank at {number}. Issue the same exchanges in the same "
+                    "order on every rank. Omit a rank (no part and no slot) only if it also omits this rank"
                 )
             elif its_kind != kind:
-                text = f"{its_rank} sends {DTYPES[its_kind]}, this one expects {DTYPES[kind]}: pass one dtype on every rank"
+                text = f"{its_rank} sends {DTYPES[its_kind]}, this rank expects {DTYPES[kind]}: pass one dtype on every rank"
             else:
-                text = f"{its_rank} sends {length} bytes, and its slot here holds {slot}: give it a longer slot in gets"
+                text = f"{its_rank} sends {length} bytes, and its slot holds {slot}: pass a longer slot in gets"
             raise dist.DistBackendError(text)
         parts.lengths[self.peer] = length
         if 0 < length <= self._short_bytes:
@@ -203,22 +205,20 @@ class _Link:
 
 def _refuse(name: str, tensor: Tensor) -> NoReturn:
     given = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
-    raise ValueError(f"{given}: pass a contiguous one of one dimension on the CPU, of a plain number type, resolved")
+    raise ValueError(f"{given}: pass a contiguous CPU tensor of one dimension and a plain number type, resolved")
 
 
 def exchange_with_sizes(
     group: dist.ProcessGroup, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int]
 ) -> None:
-    """Do as :meth:`ProcessGroupFreeScale.exchange` with CUDA tensors, by two all-to-alls. Collective.
+    """Run :meth:`ProcessGroupFreeScale.exchange` with CUDA tensors as two all-to-alls. Collective. Not tested on GPU.
 
-    The host waits for the device to learn the sizes (not tested on GPU).
+    The host waits for the device, because it needs the sizes.
     """
     came = _exchange_sizes(group, gives, send.device)
     for rank, (size, slot) in enumerate(zip(came, gets)):
         if size > slot:
-            raise dist.DistBackendError(
-                f"rank {rank} sends {size} elements, and its slot here holds {slot}: give it a longer one"
-            )
+            raise dist.DistBackendError(f"rank {rank} sends {size} elements, and its slot holds {slot}: pass a longer slot")
     parts = torch.empty(sum(came), dtype=received.dtype, device=received.device)
     dist.all_to_all_single(parts, send, came, list(gives), group=group)
     for start, part in zip(accumulate(gets, initial=0), parts.split(came)):
@@ -226,7 +226,7 @@ def exchange_with_sizes(
 
 
 def exchange_bytes(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send ``outgoing[r]`` to rank ``r`` of a group that moves CPU tensors; return what each rank sent, uint8. Collective."""
+    """Send ``outgoing[r]`` to rank ``r`` of a group for CPU tensors, and return the bytes of each rank, uint8. Collective."""
     given = [len(part) for part in outgoing]
     came = _exchange_sizes(group, given, torch.device("cpu"))
     content, received = bytearray().join(outgoing), torch.empty(sum(came), dtype=torch.uint8)

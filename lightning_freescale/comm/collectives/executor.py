@@ -1,4 +1,4 @@
-"""The run of a collective: check, agree, move. A failure ends the lane on every rank."""
+"""The executor of collectives: check the tensors, agree with the other ranks, move. A failure ends the lane on every rank."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
 from lightning_freescale.comm.transports.selection import Transport, gather_topology, set_up_transport
-from lightning_freescale.comm.transports.transfer import RankBuffers, Transfer
+from lightning_freescale.comm.transports.transport import RankBuffers, Transfer
 
 BuffersForRanks = Callable[[int], RankBuffers]
-"""Checks tensors and makes their buffers for so many ranks."""
+"""A function that checks tensors and returns their buffers for the given number of ranks."""
 GRACE_SECONDS = 0.5
-"""How long a lane that is shut down waits for what has been posted."""
+"""The time for which a lane waits for posted messages when it shuts down."""
 _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 
 
 class CollectiveExecutor:
-    """Runs the all-to-alls and all-gathers of one lane, in order. Creating it is collective.
+    """The executor of the all-to-alls and all-gathers of one lane, in order. The constructor is collective.
 
     Attributes:
         p2p: the lane's connections.
-        topology: what the ranks run on.
-        transport: what moves CUDA tensors, None for torch's own backend. CPU tensors go through the host.
-        failure: why the lane has ended, if it has.
+        topology: the hardware of the ranks.
+        transport: the transport of CUDA tensors; None for torch's own backend.
+        failure: why the lane has ended; empty if it is open.
     """
 
     def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
@@ -59,7 +59,7 @@ class CollectiveExecutor:
         self._topology_store = dist.PrefixStore("topology", store)
         self.topology = gather_topology(options, self.p2p, self._topology_store, self._timeout)
         self.transport: Transport | None = None
-        if options.transport != "auto":  # else it is torch's own until another one has proved itself
+        if options.transport != "auto":  # "auto" uses torch's own backend until another transport has passed its trial
             self.set_up_transport(options.transport)
         self._eager = EagerExchange(self.p2p, self._move_agreed)
         self._process = os.getpid()
@@ -68,7 +68,7 @@ class CollectiveExecutor:
         _LIVE.add(self)
 
     def set_up_transport(self, kind: str) -> None:
-        """Let the transport of that name move CUDA tensors from now on, or raise on every rank. Collective."""
+        """Move CUDA tensors by the transport of that name from now on, or raise on every rank. Collective."""
         self.transport = set_up_transport(
             kind, self.options, self.topology, self.p2p, self._host, self._topology_store, self._timeout
         )
@@ -76,10 +76,10 @@ class CollectiveExecutor:
     def run(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta, background: bool
     ) -> Future[None]:
-        """Run the next collective: in the background, or on the caller's thread if nothing is before it, and then it is done.
+        """Start the next collective in the background, or complete it, on the caller's thread if no other job is queued.
 
         Raises:
-            ValueError: the tensors do not fit or cannot be sent; the other ranks have an error, too.
+            ValueError: the tensors do not fit or cannot be sent. The other ranks raise an error, too.
             DistBackendError: the lane has ended.
         """
         self.check_open(name)
@@ -102,7 +102,7 @@ class CollectiveExecutor:
     def exchange(
         self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta | None
     ) -> None:
-        """Run an exchange whose ranks have agreed by themselves, on the caller's thread: it need not wait for queued jobs."""
+        """Run :meth:`.EagerExchange.exchange` on the caller's thread, without waiting for queued jobs."""
         self.check_open("exchange")
         try:
             return self._eager.exchange(received, send, gets, gives, timeout or self._timeout)
@@ -112,30 +112,29 @@ class CollectiveExecutor:
                 failed = ValueError(self._locate("exchange", str(error)))
             elif not isinstance(error, Exception):
                 raise
-        raise failed  # without a context, whose frames would keep the messages, and they the connections
+        raise failed  # without a context, whose frames would keep the messages and the connections alive
 
     def check_open(self, name: str) -> None:
-        """Raise DistBackendError for a collective of that name if the lane has ended."""
         if self.failure:
             raise dist.DistBackendError(self._locate(name, self.failure))
 
     def give_up(self, error: BaseException) -> None:
-        """End the lane because its group cannot be made; the other ranks get the reason."""
+        """End the lane because its group cannot be created, and send the reason to the other ranks."""
         self._end_lane("set-up", error)
         self.abort()
 
     def wait_for_pending_works(self) -> None:
-        """Run what the lane has been given, and end its thread until there is more."""
-        self._worker.stop(self._timeout.total_seconds() + 1.0)  # a job that waits in vain ends by itself
+        """Complete the submitted collectives, and end the thread until the next one."""
+        self._worker.stop(self._timeout.total_seconds() + 1.0)  # a job without progress ends by itself
 
     def abort(self) -> None:
-        """Close all connections; collectives in flight fail."""
+        """Close all connections. Collectives in flight fail."""
         if self in _LIVE:
             _LIVE.discard(self)
             if self.options.transport != "native":
                 PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
-        # the thread ends soon if its peers are there; closed at once, it might wait for a message that was cut
+        # the thread ends soon if its peers are alive; after an immediate close, it might wait for a truncated message
         self.p2p.refuse_more()
         self._worker.stop(GRACE_SECONDS)
         self._handshake.drop_receives()
@@ -150,7 +149,7 @@ class CollectiveExecutor:
         try:
             if self.failure:
                 raise dist.DistBackendError(self.failure)
-            # its tensors may be inference tensors, which the mode of this thread must allow for
+            # the tensors may be inference tensors, which only this mode may write
             with torch.inference_mode(), PRIORITY_GATE.track(self.options.priority) as activity:
                 pause = partial(PRIORITY_GATE.yield_to_higher, activity)
                 with torch.cuda.device(transfer.device) if transfer.device.type == "cuda" else nullcontext():
@@ -162,20 +161,20 @@ class CollectiveExecutor:
     def _agree_and_move(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
         transport = self.transport if transfer.device.type == "cuda" else self._host
         assert transport is not None
-        # the host's first chunks are posted at the same time as the headers, under tags that are their sizes
+        # the host transport posts its first chunks together with the headers, with their sizes as tags
         move = self._host.start_transfer(transfer) if transport is self._host else partial(transport.move, transfer)
         self._handshake.exchange_headers(transfer, refusal)
         move(pause)
 
     def _move_agreed(self, transfer: Transfer) -> None:
-        if self.options.transport == "native":  # has no priority
+        if self.options.transport == "native":  # such a lane has no priority
             self._host.move(transfer, lambda: None)
             return
         with PRIORITY_GATE.track(self.options.priority) as activity:
             self._host.move(transfer, partial(PRIORITY_GATE.yield_to_higher, activity))
 
     def _end_lane(self, name: str, error: BaseException) -> dist.DistBackendError:
-        """End the lane on any failure: messages that are half posted cannot be taken back safely from gloo."""
+        # any failure ends the lane, because gloo cannot safely withdraw messages that are partly posted
         text = str(error) if isinstance(error, dist.DistBackendError) else f"{type(error).__name__}: {error}"
         located = self._locate(name, self.failure or text)
         self.failure = self.failure or located
@@ -191,7 +190,7 @@ class CollectiveExecutor:
 
 @atexit.register
 def _abort_all() -> None:
-    """A thread that waits for a peer while the interpreter ends would crash it."""
+    # a thread that waits for a peer while the interpreter exits would crash it
     for executor in list(_LIVE):
-        if executor._process == os.getpid():  # else the connections are those of the process that this one was forked from
+        if executor._process == os.getpid():  # the connections of other executors belong to the parent process
             executor.abort()

@@ -1,7 +1,7 @@
-"""Before a collective moves: all ranks are there, take part in the same one, and expect what is sent.
+"""The handshake before a collective: all ranks run the same collective, with sizes that fit each other.
 
-Gloo ends the process when a message is larger than the receive posted for it, and says nothing when it is smaller. So every
-rank first sends every other a header of fixed size with what it sends and expects. Small parts travel in the header.
+Gloo ends the process if a message is larger than its receive, and reports nothing if it is smaller. Every rank therefore first
+sends every other rank a header of fixed size with the sizes that it sends and expects. Small parts travel in the header.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.transports.p2p import GlooP2P
-from lightning_freescale.comm.transports.transfer import DTYPES, PAYLOAD_BYTES, Transfer
+from lightning_freescale.comm.transports.transport import DTYPES, PAYLOAD_BYTES, Transfer
 
 _FIELDS = struct.Struct("<IIIqqqqI32s")
 HEADER_BYTES = _FIELDS.size + PAYLOAD_BYTES
@@ -23,7 +23,7 @@ _MAGIC = 0x46534331
 
 @dataclass(frozen=True)
 class Header:
-    """The part of a rank in a collective, as it describes it to one peer."""
+    """The description of a rank's part in a collective for one peer."""
 
     name: str
     sequence_number: int
@@ -33,7 +33,7 @@ class Header:
     dtype_index: int
     refusal: str = ""  # why the rank cannot take part
     payload: Tensor | None = None  # the bytes that it sends, if they fit
-    on_gpu: bool = False  # then there is no payload
+    on_gpu: bool = False  # a header for GPU tensors has no payload
 
     def pack(self) -> Tensor:
         """Return the message, uint8 of shape ``[HEADER_BYTES]``."""
@@ -48,7 +48,6 @@ class Header:
 
     @staticmethod
     def unpack(raw: bytearray) -> Header:
-        """Read what a peer has packed, ``HEADER_BYTES`` long."""
         magic, dtype_index, on_gpu, number, sends, expects, largest, length, name = _FIELDS.unpack_from(raw)
         assert magic == _MAGIC
         text = raw[_FIELDS.size : _FIELDS.size + length].decode(errors="replace")
@@ -58,14 +57,18 @@ class Header:
 
 
 class CollectiveHandshake:
-    """Exchanges headers with all peers; on the host, what is small arrives with them."""
+    """The exchange of headers with all peers. Small parts on the host arrive with the headers."""
 
     def __init__(self, p2p: GlooP2P) -> None:
         self._p2p = p2p
         self._posted: dict[int, list[tuple[dist.Work, bytearray]]] = {}
 
     def exchange_headers(self, transfer: Transfer, refusal: str = "") -> None:
-        """Compare this rank's part of a collective, or its refusal, with those of all ranks; set ``transfer.largest``."""
+        """Compare this rank's part, or its refusal, with those of all ranks, and set ``transfer.largest``.
+
+        Raises:
+            DistBackendError: a rank refuses, runs another collective, or has sizes that do not fit.
+        """
         transfer.largest = max(part.shape[0] for part in transfer.outgoing)
         headers = self._exchange(transfer, refusal)
         texts = [(self._p2p.rank, refusal), *((peer, header.refusal) for peer, header in headers.items())]
@@ -79,14 +82,14 @@ class CollectiveHandshake:
                 transfer.incoming[peer].copy_(header.payload)
 
     def drop_receives(self) -> None:
-        """Let go of the receives posted ahead, which would keep the connections open."""
+        """Delete the receives posted ahead, which would keep the connections open."""
         self._posted.clear()
 
     def _exchange(self, transfer: Transfer, refusal: str) -> dict[int, Header]:
         p2p, number = self._p2p, transfer.sequence_number
         self._post_receives(number)
-        # A collective ahead, so that its headers need not wait for them; and before sending: what a rank has sent when it
-        # leaves, its peers have read.
+        # Post the receives of the next collective now, so that its headers need not wait for them. Post them before sending, so
+        # that the peers have read everything that a rank has sent when it leaves.
         self._post_receives(number + 1)
         messages = [_make_header(transfer, peer, refusal).pack() for peer in p2p.peers]
         sends = [p2p.send(message, peer, _tag(number)) for message, peer in zip(messages, p2p.peers)]
@@ -107,7 +110,7 @@ class CollectiveHandshake:
 
 
 def _tag(number: int) -> int:
-    return 2 * (number & 0x1FFFFFFF)  # even; odd ones are those of chunks
+    return 2 * (number & 0x1FFFFFFF)  # even; chunks have odd tags
 
 
 def _make_header(transfer: Transfer, peer: int, refusal: str) -> Header:
@@ -122,12 +125,12 @@ def _check_header(transfer: Transfer, header: Header, peer: int, global_rank: in
     if theirs != ours:
         parts = [f"{name} with {dtype} on {device}" for name, dtype, device in (theirs, ours)]
         raise dist.DistBackendError(
-            f"rank {global_rank} takes part in {parts[0]}, this one in {parts[1]}: issue the same collectives "
-            "in the same order on every rank"
+            f"rank {global_rank} takes part in {parts[0]}, this rank in {parts[1]}. Issue the same collectives in the same "
+            "order on every rank"
         )
     gets, gives = transfer.incoming[peer].shape[0], transfer.outgoing[peer].shape[0]
     if (header.sends, header.expects) != (gets, gives):
         raise dist.DistBackendError(
-            f"rank {global_rank} sends {header.sends} bytes and expects {header.expects}, this one expects {gets} from it and "
-            f"sends it {gives}: give split sizes that fit each other on every rank"
+            f"rank {global_rank} sends {header.sends} bytes and expects {header.expects}. This rank expects {gets} bytes and "
+            f"sends {gives}. Pass split sizes that fit each other on every rank"
         )

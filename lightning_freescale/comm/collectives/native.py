@@ -1,4 +1,4 @@
-"""torch's own backends under a group: gloo and NCCL."""
+"""The backends of torch under a group: gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from torch import Tensor
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.transports.selection import all_gather_json
 
-# User tags are made even and put above those of headers and exchanges, which use the same connections; chunks have odd ones.
+# User tags become even numbers above those of headers and exchanges, which use the same connections. Chunks have odd tags.
 _FIRST_TAG = 2**30 + 4
 _TAGS = 2**29 - 4
 _WITH_TAG = {"send": 2, "recv": 2, "recv_anysource": 1}
-"""Methods with a tag, and where it stands among their arguments."""
+"""Methods with a tag, and its position among their arguments."""
 _log = logging.getLogger(__name__)
 
 
 class NativeBackends:
     """The backends that torch itself would use for the collectives of one group.
 
-    Gloo has connections of its own: on the lane's a collective of gloo that fails would close those. With ``_lazy_gloo`` the
-    first collective makes them, because they cost every pair of ranks a socket on both sides. (Gloo's own lazy connections
-    would wait five times the timeout for a rank that is gone.) Messages between two ranks take the lane's. Gloo's collectives
-    take CUDA tensors, too, and keep them where ranks share a GPU, which NCCL refuses.
+    Gloo has separate connections, because a failed collective of gloo closes its connections. With ``_lazy_gloo``, the first
+    collective creates them, because they need a socket per pair of ranks on both sides. (Gloo's own lazy connections would wait
+    five times the timeout for a dead rank.) Messages between two ranks use the connections of the lane. Gloo also runs
+    collectives of CUDA tensors if ranks share a GPU, which NCCL refuses.
 
-    Elsewhere NCCL is registered for CUDA tensors when a collective first needs it, or by :meth:`register_nccl`. torch connects
-    a registered NCCL as soon as the group is made, if the default group is bound to a device: unused communicators would
-    cost GPU memory. Not tested on GPU.
+    Otherwise, the first collective of CUDA tensors, or :meth:`register_nccl`, registers NCCL. NCCL is not registered earlier:
+    if the default group is bound to a device, torch connects a registered NCCL as soon as the group is created, and unused
+    communicators take GPU memory. Not tested on GPU.
 
     Attributes:
         inner: the group that has the backends.
-        uses_nccl: whether CUDA tensors go to NCCL, now or once they come.
-        nccl: NCCL's backend, once there is one.
+        uses_nccl: whether NCCL moves CUDA tensors, now or at the first collective.
+        nccl: the NCCL backend; None before its first use.
     """
 
     def __init__(self, outer: dist.ProcessGroup, backend_opts: Any, lane: CollectiveExecutor) -> None:
-        self._outer, self._opts = weakref.ref(outer), backend_opts  # no circle, which would keep connections open
+        self._outer, self._opts = weakref.ref(outer), backend_opts  # a cycle would keep connections open
         self.inner = dist.ProcessGroup(backend_opts.store, backend_opts.group_rank, backend_opts.group_size)
         self._registering = threading.Lock()
         self._lane = lane
         self._devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         self._prepare_gloo(lane.p2p.open())
-        # torch finds names, options and backends by device there
+        # torch searches the outer group for names, options and backends by device
         _register(outer, dist.ProcessGroup.BackendType.GLOO, lane.p2p.open(), *self._devices)
         shared = lane.topology.find_shared_gpu()
         self.uses_nccl = torch.cuda.is_available() and dist.is_nccl_available() and not shared
@@ -61,15 +61,15 @@ class NativeBackends:
         if not lane.options._lazy_gloo:
             self.connect_gloo("set-up")
         if shared and backend_opts.group_rank == 0:
-            _tell_of_gloo(shared)
+            _warn_of_gloo(shared)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
         """Run the collective of that name on torch's own backend for its tensors.
 
         Raises:
-            DistBackendError: it is gloo's, and the lane has ended, or a rank does not come to connect it.
-            ValueError: the tag of a message is out of range, gloo would have to send a CUDA tensor, or the first CUDA tensor
-                comes to a group that was made before CUDA was in use.
+            DistBackendError: the collective needs gloo, and the lane has ended or a rank does not connect.
+            ValueError: the tag of a message is out of range, gloo would have to send a CUDA tensor, or a CUDA tensor is passed
+                to a group that was created before its ranks used CUDA.
         """
         on_gpu = self.uses_nccl and any(map(_is_on_gpu, (*args, *kwargs.values())))
         if on_gpu and not self._shown:
@@ -82,14 +82,15 @@ class NativeBackends:
             return getattr(self.inner, name)(*args, **kwargs)
         if any(map(_is_on_gpu, args)):
             raise ValueError(
-                f"freescale {name}: a CUDA tensor, which gloo cannot send, and ranks share a GPU: pass tensor.cpu()"
+                f"freescale {name}: the ranks share a GPU, so gloo sends messages, and it cannot send a CUDA tensor. Pass "
+                "tensor.cpu()"
             )
         args, kwargs = _move_tag(name, args, kwargs)
         return getattr(self._lane.p2p.open(), name)(*args, **kwargs)
 
     @contextmanager
     def hiding_nccl(self) -> Iterator[None]:
-        """Register NCCL on the inner group alone in the block: in a group that is being made, torch would connect it again."""
+        """Register NCCL on the inner group only: torch would connect it again in a group that is being created."""
         self._hidden = True
         try:
             yield
@@ -97,14 +98,14 @@ class NativeBackends:
             self._hidden = False
 
     def register_nccl(self) -> None:
-        """Let NCCL have the CUDA tensors, where it can; it connects at the first collective, or if torch connects it."""
+        """Register NCCL for CUDA tensors if possible. It connects at the first collective, or when torch connects it."""
         with self._registering:
             if not self.uses_nccl:
                 return
             if self._lane.topology.find_lacking("gpu"):
                 raise ValueError(
-                    "freescale: a CUDA tensor on a group that was made before its ranks used CUDA, so that it is not known "
-                    "which share a GPU: call torch.cuda.set_device before the group is made"
+                    "freescale: a CUDA tensor was passed to a group that was created before its ranks used CUDA, so it is "
+                    "unknown which ranks share a GPU. Call torch.cuda.set_device before you create the group"
                 )
             kind = dist.ProcessGroup.BackendType.NCCL
             if self.nccl is None:
@@ -115,18 +116,17 @@ class NativeBackends:
                 self._shown = True
 
     def abort(self) -> None:
-        """End NCCL's collectives in flight."""
         if self.nccl is not None:
             self.nccl.abort()
 
     def connect_gloo(self, name: str) -> None:
-        """Connect gloo unless it is connected; ``name`` is that of the collective that needs it. Collective."""
+        """Connect gloo unless it is connected. ``name`` is the collective that needs it, for errors. Collective."""
         with self._registering:
             if self._gloo is not None:
                 return
             if not self._gloo_failure:
-                # several threads may come here for groups of their own: on one connection to the store, where one waits after
-                # the other, they could wait crosswise
+                # Several threads may connect different groups at once. If they shared one connection to the store, whose calls
+                # are serialized, they could cause a deadlock.
                 opts, lazy = self._opts, self._lane.options._lazy_gloo
                 store = dist.PrefixStore("gloo", opts.store.clone() if lazy else opts.store)
                 try:
@@ -160,7 +160,7 @@ class NativeBackends:
 
 
 def _number_collectives(backend: Any) -> None:
-    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):  # from torch 2.14 on they are numbered from the beginning
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):  # torch 2.14 numbers them from the beginning
         backend._set_sequence_number_for_group()
 
 
@@ -172,7 +172,7 @@ def _register(group: Any, kind: Any, backend: Any, *devices: str, default: bool 
 
 
 def _is_on_gpu(argument: Any) -> bool:
-    """Return whether an argument of a collective is a CUDA tensor, has one in it, or is a barrier's options with a GPU."""
+    """Return True if an argument is a CUDA tensor, contains one, or is the options of a barrier with a GPU."""
     if isinstance(argument, Tensor):
         return argument.is_cuda
     if isinstance(argument, list | tuple):
@@ -184,7 +184,7 @@ def _move_tag(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     place = _WITH_TAG[name]
     tag = kwargs["tag"] if "tag" in kwargs else args[place]
     if not 0 <= tag < _TAGS:
-        raise ValueError(f"freescale {name}: tag={tag}: pass one from 0 to {_TAGS - 1}")
+        raise ValueError(f"freescale {name}: tag={tag}: pass a tag from 0 to {_TAGS - 1}")
     moved = _FIRST_TAG + 2 * tag
     if "tag" in kwargs:
         return args, {**kwargs, "tag": moved}
@@ -192,9 +192,9 @@ def _move_tag(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 @cache
-def _tell_of_gloo(shared: str) -> None:
+def _warn_of_gloo(shared: str) -> None:
     _log.warning(
-        "backend 'freescale': %s, which NCCL refuses: torch's own collectives of CUDA tensors take gloo. If they have GPUs "
-        "of their own, call torch.cuda.set_device before the group is made",
+        "backend 'freescale': %s, which NCCL refuses. torch's own collectives of CUDA tensors use gloo. If each rank has a GPU "
+        "of its own, call torch.cuda.set_device before you create the group",
         shared,
     )

@@ -1,1 +1,1 @@
-"""Transports: they move the bytes of a collective."""
+"""Transports, which move the bytes of a collective. See :class:`.Transport` for their interface."""

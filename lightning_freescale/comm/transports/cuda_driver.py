@@ -1,4 +1,4 @@
-"""A CUDA device as the transports use it: streams, copies by copy engines, and waits for words in memory."""
+"""The driver calls of the transports for a CUDA device: streams, copies by copy engines, and waits for words in memory."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 
 WRAP = 2**32
-"""Words count modulo this; a wait compares cyclically, so that counters may wrap around."""
+"""Words count modulo this number. A wait compares cyclically, so that counters may wrap around."""
 
 
 class CudaDriver:
-    """The device of this process, by cuda-bindings. Tested between processes on one GPU, not between GPUs.
+    """The device of this process, through cuda-bindings. Tested between processes on one GPU, not between GPUs.
 
-    Copies and waits only enqueue, and none launches a kernel. They take many at once, because a call costs microseconds, and
-    addresses instead of tensors, because a slice of a tensor costs as much again.
+    Copies and waits are asynchronous and launch no kernel. One call takes many of them, because a call costs microseconds. They
+    take addresses instead of tensors, because a slice of a tensor costs as much again.
 
-    Streams are made here, because torch hands out the same 32 streams again and again, and one that waits for a word would
-    hold up every user of it. Copies go through ``cuMemcpyBatchAsync``, whose flag asks for a copy engine also within a
-    device, where a plain copy may be a kernel; without it (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 over
-    driver 12) a warning says so once.
+    The driver creates its own streams. torch reuses the same 32 streams, and a stream that waits for a word would block every
+    user. Copies use ``cuMemcpyBatchAsync``, whose flag requests a copy engine even within a device, where a plain copy may be a
+    kernel. If it is missing (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 with driver 12), a warning is issued.
 
     Args:
         device: a CUDA device with an index.
         cuda: the module ``cuda.bindings.driver``.
 
     Attributes:
-        pointer: makes of an address what :meth:`copy` takes; call it once for what is used often.
+        pointer: converts an address for :meth:`copy`. Keep the result for an address that is used often.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:
@@ -44,20 +43,20 @@ class CudaDriver:
         self._batch = self._batch_attributes()
         if self._batch is None:
             warnings.warn(
-                "copies within a GPU may occupy streaming multiprocessors: for copy engines, update the CUDA driver and "
+                "copies within a GPU may occupy streaming multiprocessors. To use copy engines, update the CUDA driver and "
                 "cuda-bindings to 12.8, or with cuda-bindings 13 the driver to 13.0",
                 stacklevel=2,
             )
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the calling thread use the device: it and its context are current in the block."""
+        """Make the device and its context current for the calling thread."""
         with torch.cuda.device(self.device):
             self._call("cuCtxSetCurrent", self._context)  # torch makes a device current lazily, the driver does not
             yield
 
     def create_stream(self, urgent: bool = False) -> Any:
-        """Return a stream of its own; an urgent one gets on although others are stuck."""
+        """Return a new stream. An urgent stream makes progress while others are blocked."""
         priorities = self._call("cuCtxGetStreamPriorityRange")
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = self._call("cuStreamCreateWithPriority", flags, priorities[1 if urgent else 0])
@@ -65,14 +64,14 @@ class CudaDriver:
         return torch.cuda.ExternalStream(int(handle), device=self.device)
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Let what comes next on ``stream`` wait for an event of another stream, if there is one."""
+        """Make later work on ``stream`` wait for an event of another stream, unless ``event`` is None."""
         if event is not None:
             stream.wait_event(event)
 
     def copy(self, stream: Any, targets: list[Any], sources: list[Any], lengths: list[int]) -> None:
-        """Copy ``lengths`` bytes each, within the device, to or from peers and pinned memory, **in any order**.
+        """Enqueue copies of ``lengths`` bytes within the device, or to or from peers and pinned memory, **in any order**.
 
-        What must come after another copy has to be in a later call. Sources are read when the stream has come so far.
+        Use a later call for a copy that must follow another one. Sources are read when the stream reaches the copies.
         """
         if not lengths:
             return
@@ -84,7 +83,7 @@ class CudaDriver:
         self._call("cuMemcpyBatchAsync", targets, sources, lengths, len(lengths), self._batch, [0], 1, handle)
 
     def word(self, address: int) -> Any:
-        """Return a word of 32 bits of this device as :meth:`wait_words` takes it; make it once where it is used often."""
+        """Return the 32-bit word at an address of this device, for :meth:`wait_words`. Keep it if it is used often."""
         word = self._cuda.CUstreamBatchMemOpParams()
         word.operation = self._cuda.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
         word.waitValue.address = self._cuda.CUdeviceptr(address)
@@ -92,7 +91,7 @@ class CudaDriver:
         return word
 
     def wait_words(self, stream: Any, words: list[Any], values: list[int]) -> None:
-        """Hold the stream until at most 255 words have reached ``values``: no cyclic difference is negative."""
+        """Block the stream until all words, at most 255, have reached ``values`` in cyclic order."""
         if not words:
             return
         for word, value in zip(words, values):
@@ -100,16 +99,16 @@ class CudaDriver:
         self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(words), words, 0)
 
     def allocate_pinned(self, length: int) -> Tensor:
-        """Return host memory for ``length`` words, int32, that copy engines can reach."""
+        """Return pinned host memory for ``length`` words, int32."""
         return torch.empty(length, dtype=torch.int32, pin_memory=True)
 
     def destroy_streams(self) -> None:
-        """Destroy the streams; CUDA lets what is on them finish."""
+        """Destroy the streams. CUDA finishes the work that is on them."""
         while self._handles:
             self._call("cuStreamDestroy", self._handles.popitem()[1])
 
     def _batch_attributes(self) -> list[Any] | None:
-        """Return what asks for a copy engine; None if it cannot be asked for."""
+        """Return the attributes that request a copy engine; None if the driver does not support them."""
         if not hasattr(self._cuda, "cuMemcpyBatchAsync"):
             return None
         needed = 12080 if self._cuda.CUDA_VERSION < 13000 else 13000  # CUDA 13 has changed its arguments
@@ -121,7 +120,7 @@ class CudaDriver:
         return [attributes]
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Return of the driver's results the ones after the error code: none, one, or a tuple."""
+        """Return the results of a driver function without the error code: one result or a tuple."""
         answer = getattr(self._cuda, name)(*args)
         if answer[0] != 0:
             raise RuntimeError(f"{name} failed on {self.device}: {answer[0].name}")
@@ -137,10 +136,9 @@ def import_cuda_bindings() -> Any:
 
 
 def align(length: int, unit: int) -> int:
-    """Return ``length``, rounded up to a multiple of ``unit``."""
     return -(-length // unit) * unit
 
 
 def nap(waited: float) -> None:
-    """Sleep before looking again, a tenth of the seconds waited so far, so that long waits leave the CPU to others."""
+    """Sleep before the next poll, for a tenth of the seconds waited so far, so that long waits use little CPU time."""
     time.sleep(min(1e-3, 2e-5 + waited / 10))

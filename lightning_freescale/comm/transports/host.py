@@ -1,8 +1,8 @@
-"""The transport through host memory and the network card, driven by the CPU: no kernel is launched.
+"""The transport through host memory and the network card. The CPU drives it, and it launches no kernel.
 
-This is FreeScale's SM-free communication (arXiv 2604.24073): device to pinned memory, chunk by chunk over the network, pinned
-memory to device. The three stages work on different chunks at the same time. CPU tensors take the middle stage only. Chunks go
-directly to their rank, not around a ring: the bytes that leave each rank are the same.
+This is FreeScale's SM-free communication (arXiv 2604.24073). It has three stages, which work on different chunks at the same
+time: device to pinned memory, network, pinned memory to device. CPU tensors use the second stage only. Chunks go directly to
+their rank instead of around a ring; each rank sends the same number of bytes either way.
 """
 
 from __future__ import annotations
@@ -22,41 +22,43 @@ from torch import Tensor
 from lightning_freescale.comm.options import MAX_CHUNK_BYTES, ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.transport import Transfer
 
 
 @dataclass
 class HostCopy:
-    """A chunk on its way from a GPU to ``memory`` of the host, uint8, at least as long."""
+    """A copy of a chunk from a GPU to host memory that may be under way."""
 
-    memory: Tensor
+    memory: Tensor  # uint8, at least as long as the chunk
     length: int
     event: Any
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the chunk is there."""
         return bool(self.event.query())
 
     def wait(self) -> Tensor:
-        """Return the chunk on the host, once it is there."""
+        """Wait for the copy and return the chunk on the host."""
         self.event.synchronize()
         return self.memory[: self.length]
 
 
 Allocate = Callable[[int], Tensor]
-"""Makes host memory of so many bytes."""
+"""A function that allocates host memory of the given number of bytes."""
 _allocate_pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
 
 
 class DeviceStaging:
-    """For tensors on a GPU: copy engines move them to and from pinned memory, each direction on a stream of its own.
+    """The pinned memory and the streams for tensors on a GPU, one stream per direction.
 
-    All copies are of contiguous bytes between device and pinned memory, which the driver gives to a copy engine: no kernel is
-    launched.
+    All copies are of contiguous bytes between device and pinned memory. The driver gives such copies to a copy engine and
+    launches no kernel. Not tested on ROCm, whose streams and events have the same names in torch.
 
-    Not tested on ROCm, whose streams and events have the same names in torch. ``api`` has them as ``torch.cuda``,
-    ``pinned_bytes`` is the bound of the pinned memory, half of it for each direction.
+    Args:
+        device: the GPU.
+        pinned_bytes: the limit of the pinned memory, half of it for each direction.
+        api: a module with the streams of ``torch.cuda``.
+        allocate: allocates pinned memory.
     """
 
     def __init__(
@@ -68,42 +70,40 @@ class DeviceStaging:
         self._to_device: deque[tuple[Any, Tensor, PinnedPool]] = deque()
 
     def wait_event(self, issued: Any) -> None:
-        """Order both streams after an event of the caller's stream."""
         self._to_host_stream.wait_event(issued)
         self._to_device_stream.wait_event(issued)
 
     def copy_to_host(self, chunk: Tensor) -> HostCopy:
-        """Begin to copy a chunk to pinned memory."""
         memory = self._acquire(self._outgoing, len(chunk))
         with self._api.stream(self._to_host_stream):
             memory[: len(chunk)].copy_(chunk, non_blocking=True)
             return HostCopy(memory, len(chunk), self._to_host_stream.record_event())
 
     def release(self, copy: HostCopy) -> None:
-        """Give the memory of a chunk that was sent back."""
+        """Return the memory of a sent chunk to the pool."""
         self._outgoing.release(copy.memory)
 
     def allocate(self, chunk: Tensor) -> Tensor:
-        """Return pinned memory that a chunk can be received in."""
+        """Return pinned memory to receive a chunk in."""
         return self._acquire(self._incoming, len(chunk))
 
     def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
-        """Begin to copy what was received in :meth:`allocate`'s memory to its place."""
+        """Begin to copy a received chunk from the memory of :meth:`allocate` to the device."""
         self._begin_to_device(arrived, chunk, self._incoming)
 
     def copy_local(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy a chunk to another place on the device, through the host: within a device a copy may be a kernel."""
+        """Begin to copy a chunk within the device through the host, because a copy within a device may be a kernel."""
         copy = self.copy_to_host(source)
         copy.wait()
         self._begin_to_device(copy.memory, target, self._outgoing)
 
     def synchronize(self) -> None:
-        """Wait until all that was copied to the device is there."""
+        """Wait for all copies to the device."""
         while self._to_device:
             self._reclaim()
 
     def close(self) -> None:
-        """Wait for all copies, also those of a transfer that has failed."""
+        """Wait for all copies, including those of a failed transfer."""
         self._to_host_stream.synchronize()
         self._to_device_stream.synchronize()
 
@@ -113,7 +113,6 @@ class DeviceStaging:
             self._to_device.append((self._to_device_stream.record_event(), memory, pool))
 
     def _acquire(self, pool: PinnedPool, length: int) -> Tensor:
-        """Return pinned memory; waits for chunks on their way to the device where the bound asks for it."""
         while (memory := pool.acquire(length)) is None:
             self._reclaim()
         return memory
@@ -125,9 +124,12 @@ class DeviceStaging:
 
 
 class PinnedPool:
-    """Page-locked buffers, kept for reuse because pinning is slow; ``held`` bytes, never more than ``bound``.
+    """Page-locked buffers, kept for reuse because pinning is slow. Their sizes are powers of two. Not thread-safe.
 
-    Their sizes are powers of two, and ``in_use`` bytes are out of the pool. Used by one thread at a time.
+    Attributes:
+        bound: the maximum number of bytes.
+        held: the number of allocated bytes.
+        in_use: the number of allocated bytes that are outside the pool.
     """
 
     def __init__(self, bound: int, allocate: Allocate) -> None:
@@ -138,10 +140,10 @@ class PinnedPool:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def acquire(self, length: int) -> Tensor | None:
-        """Return a buffer of at least ``length`` bytes; None if others must be released first."""
+        """Return a buffer of at least ``length`` bytes, or None if others must be released first."""
         size = 1 << max(0, length - 1).bit_length()
         if not self._free[size]:
-            for other in sorted(self._free, reverse=True):  # the largest go first
+            for other in sorted(self._free, reverse=True):  # free the largest buffers first
                 while self._free[other] and self.held + size > self.bound:
                     self._free[other].pop()
                     self.held -= other
@@ -153,45 +155,44 @@ class PinnedPool:
         return self._free[size].pop()
 
     def release(self, buffer: Tensor) -> None:
-        """Keep a buffer for the next that needs its size."""
         self.in_use -= len(buffer)
         self._free[len(buffer)].append(buffer)
 
 
 MIN_PINNED_CHUNKS = 16
-"""Chunks that the pinned memory must hold: two in flight and two more to arrive, in size classes that are powers of two, in
-each of two directions."""
+"""The number of chunks that the pinned memory must hold: two in flight and two more to arrive, in each of two directions, twice
+because sizes are rounded up to powers of two."""
 PINNED_BYTES = MIN_PINNED_CHUNKS * MAX_CHUNK_BYTES
-"""Bound of the host memory that a lane pins for CUDA tensors."""
+"""The maximum host memory that a lane pins for CUDA tensors."""
 _TAGGED_BYTES = 2**20
-"""Chunk size up to which every size has its own tag."""
+"""The chunk size up to which every size has its own tag."""
 
 
 class HostTransport:
-    """Moves CPU and CUDA tensors over a :class:`GlooP2P`."""
+    """A :class:`.Transport` for CPU and CUDA tensors over a :class:`GlooP2P`."""
 
     def __init__(self, p2p: GlooP2P, options: ProcessGroupFreeScaleOptions, pinned_bytes: int = PINNED_BYTES) -> None:
         self.p2p, self.options, self.pinned_bytes = p2p, options, pinned_bytes
         self._stagings: dict[torch.device, DeviceStaging] = {}
 
     def start_transfer(self, transfer: Transfer, ranks: Collection[int] | None = None) -> Callable[[Callable[[], None]], None]:
-        """Post the first chunks, even before the ranks have agreed; return what does the rest of :meth:`move`."""
+        """Post the first chunks, even before the ranks have agreed, and return a function for the rest of :meth:`move`."""
         schedule = P2PSchedule(self, transfer, range(self.p2p.size) if ranks is None else ranks)
         schedule.start()
         return schedule.complete
 
     def move(self, transfer: Transfer, pause: Callable[[], None], ranks: Collection[int] | None = None) -> None:
-        """Fill ``transfer.incoming``, that of ``ranks`` only, if given. ``pause`` is called between chunks."""
+        """Move a transfer as :class:`.Transport` specifies, only the parts for and from ``ranks`` if they are given."""
         self.start_transfer(transfer, ranks)(pause)
 
     def close(self) -> None:
-        """Let go of pinned memory and streams, once no copy is in flight: its tensors may be freed."""
+        """Release pinned memory and streams once no copy is in flight, because the caller may free its tensors then."""
         for staging in self._stagings.values():
             staging.close()
         self._stagings.clear()
 
     def staging(self, device: torch.device) -> DeviceStaging | None:
-        """Return the pinned memory and streams for a CUDA device; None for the CPU."""
+        """Return the staging of a CUDA device; None for the CPU."""
         if device.type == "cpu":
             return None
         if device not in self._stagings:
@@ -201,36 +202,35 @@ class HostTransport:
 
 @dataclass
 class _Round:
-    """At most one chunk to a rank, and one from a rank."""
+    """At most one chunk to a rank, and at most one from a rank."""
 
     target: int
     source: int
     outgoing: Tensor | None
     incoming: Tensor | None
-    copy: Any = None  # of the outgoing chunk to the host, from a GPU
+    copy: Any = None  # the HostCopy of an outgoing chunk on a GPU
     send: dist.Work | None = None
-    memory: Any = None  # where the incoming chunk arrives on the host
+    memory: Any = None  # the host memory in which the incoming chunk arrives
     receive: dist.Work | None = None
 
 
 class P2PSchedule:
-    """One transfer in rounds: in each, every rank sends a chunk to one rank and receives one from another.
+    """One transfer in rounds. In a round, every rank sends a chunk to one rank and receives one from another.
 
-    So a link carries one chunk in each direction at a time, and no rank receives from many at once. All ranks go through the
-    rounds in the same order. They wait only for rounds whose part all ranks have posted, or will post without waiting for a
-    later one. So uneven parts cannot make them wait for each other in a circle, as they could if chunks were counted instead
-    of rounds (a rank that receives little and sends much). Receives are posted ahead of sends.
+    A link carries one chunk per direction at a time, and no rank receives from many ranks at once. All ranks run the rounds in
+    the same order and wait for rounds instead of chunks. A rank waits only for a round that all ranks have posted, or will post
+    without waiting for a later one. Uneven parts therefore cannot cause a deadlock. Receives are posted ahead of sends.
 
-    The rounds in flight take a certain time, within bounds. With more of them, a rank that the system keeps from running for
-    some milliseconds holds up the others less. With fewer, a higher lane has the link sooner, because its messages queue behind
-    these in the network.
+    The number of rounds in flight is chosen so that they take a fixed time. With more of them, a rank that the system suspends
+    for some milliseconds delays the others less. With fewer, a higher lane gets the link sooner, because its messages queue
+    behind these in the network.
     """
 
     def __init__(self, host: HostTransport, transfer: Transfer, ranks: Collection[int]) -> None:
         p2p, options = host.p2p, host.options
         self._p2p, self._staging, self._transfer = p2p, host.staging(transfer.device), transfer
         self._chunk = options.chunk_bytes
-        # On shaped links with 8 ranks, two rounds of 1 MiB took 1.3 times the ideal, six 1.06 to 1.1.
+        # On shaped links with 8 ranks, two rounds of 1 MiB took 1.3 times the ideal time, six took 1.06 to 1.1 times.
         self._in_flight_seconds, fewest = (0.002, 2) if PRIORITY_GATE.has_higher_lane(options.priority) else (0.02, 6)
         self._most = min(64, host.pinned_bytes // (MIN_PINNED_CHUNKS // 2 * self._chunk))
         self._fewest = min(fewest, self._most)
@@ -247,14 +247,13 @@ class P2PSchedule:
         self._started = dict.fromkeys((self._receive, self._copy_to_host, self._send), 0)
 
     def start(self) -> None:
-        """Post what comes first before the ranks have agreed, where a message of another size has another tag."""
+        """Post the first rounds before the ranks have agreed, if messages of different sizes have different tags."""
         if self._staging is not None:
             self._staging.wait_event(self._transfer.issued)
         if self._chunk <= _TAGGED_BYTES:
             self._look_ahead(0, self._fewest)
 
     def complete(self, pause: Callable[[], None]) -> None:
-        """Move everything. ``pause`` is called between rounds."""
         start, window = time.monotonic(), self._fewest
         for number, current in enumerate(self._rounds):
             pause()
@@ -268,12 +267,12 @@ class P2PSchedule:
             self._staging.synchronize()
 
     def _look_ahead(self, number: int, window: int) -> None:
-        """Start what belongs to the rounds from ``number`` on: twice as many receives as sends, and one more copy."""
+        """Start the rounds from ``number`` on: ``window`` sends, one more copy, and twice as many receives."""
         for start, last in ((self._receive, 2 * window), (self._copy_to_host, window + 1), (self._send, window)):
             while (index := self._started[start]) < min(number + last, len(self._rounds)):
                 copy = self._rounds[index].copy
                 if start == self._send and index > number and copy is not None and not copy.is_ready:
-                    break  # rather receive meanwhile than wait for the copy
+                    break  # receive meanwhile instead of waiting for the copy
                 start(self._rounds[index])
                 self._started[start] += 1
 
@@ -319,5 +318,5 @@ class P2PSchedule:
     def _tag(self, chunk: Tensor) -> int:
         if self._transfer.chunk_tag is not None:
             return self._transfer.chunk_tag
-        # odd, and another for another size: gloo ends the process if a message is larger than the receive it meets
+        # odd, and different for each size: gloo ends the process if a message is larger than its receive
         return 2 * ((self._transfer.sequence_number & 0x3FF) << 20 | (len(chunk) - 1) % _TAGGED_BYTES) + 1

@@ -1,4 +1,4 @@
-"""NCCL's collectives by copy engines, which occupy no streaming multiprocessor: its zero-CTA policy."""
+"""The transport through NCCL's zero-CTA policy, which uses copy engines and no streaming multiprocessor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align, nap
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.transport import Transfer
 
 _ALIGN = 16
 
 
 class NcclCommunicator:
-    """A communicator of its own with the zero-CTA policy, and memory for it. Collective. Not tested on GPU.
+    """A separate communicator with the zero-CTA policy, and its memory. The constructor is collective. Not tested on GPU.
 
-    The memory comes from NCCL's allocator through a pool of torch, and is registered once it is there, because what a pool gets
-    later is not made a window.
+    The memory comes from NCCL's allocator through a pool of torch. The pool is registered after the allocation, because later
+    allocations do not become part of the window.
 
     Attributes:
-        window: uint8 of shape ``[2, size * slot]``, a slot of at least ``chunk_bytes``, in a symmetric window.
+        window: uint8 of shape ``[2, size * slot]`` in a symmetric window. A slot has at least ``chunk_bytes`` bytes.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class NcclCommunicator:
     ) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-        options._timeout = 2 * timeout  # at which NCCL's watchdog may end the process; the transport raises before
+        options._timeout = 2 * timeout  # then NCCL's watchdog may end the process; the transport raises earlier
         self._nccl: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._nccl.eager_connect_single_device(device)  # a window belongs to a communicator
         self._pool = torch.cuda.MemPool(self._nccl.mem_allocator)
@@ -42,25 +42,24 @@ class NcclCommunicator:
         self._nccl.register_mem_pool(self._pool, symm=True)
 
     def all_to_all(self, stream: Any, output: Tensor, input: Tensor) -> None:
-        """Enqueue the all-to-all of uint8 of shape ``[size * width]``; splits would make NCCL launch kernels."""
+        """Enqueue the all-to-all of uint8 of shape ``[size * width]``. Split sizes would make NCCL launch kernels."""
         with torch.cuda.stream(stream):
             self._nccl.alltoall_base(output, input, [], [], dist.AllToAllOptions()).wait()
 
     def abort(self) -> None:
-        """End collectives in flight; called once."""
+        """End collectives in flight. Call this once."""
         self._nccl.abort()
 
 
 class ZeroCtaTransport:
-    """Moves CUDA tensors by NCCL's all-to-all of equal parts, between ranks of one NVLink domain.
+    """A :class:`.Transport` for CUDA tensors through NCCL's all-to-all of equal parts, in one NVLink domain.
 
-    NCCL uses copy engines for it only if both buffers are in a symmetric window, and never for explicit splits; else it
-    launches kernels and does not say so. So parts are packed into equal slots of a window, in rounds of a chunk per pair, each
-    as wide as the largest part of any rank asks for: uneven parts cost the padding. To see that copy engines are used, set
-    ``NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING``: NCCL then prints "Copy Engine".
+    NCCL uses copy engines only if both buffers are in a symmetric window and there are no split sizes. Otherwise, it launches
+    kernels without a warning. The parts are therefore packed into equal slots of a window, in rounds of one chunk per pair of
+    ranks. The largest part of any rank determines the width of the slots, so uneven parts are padded. To verify that copy
+    engines are used, set ``NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING``: NCCL then prints "Copy Engine".
 
-    If a rank does not come in time, NCCL's communicator is aborted, and the transport is of no use afterwards. Not tested on
-    GPU.
+    If a rank is late, the transport aborts NCCL's communicator and cannot be used afterwards. Not tested on GPU.
     """
 
     def __init__(self, driver: CudaDriver, communicator: NcclCommunicator, size: int) -> None:
@@ -74,7 +73,6 @@ class ZeroCtaTransport:
         self._kept: Transfer | None = None
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between rounds."""
         with self._busy, self._driver.active():
             self._kept = transfer  # the GPU may still write there after a failure
             self._driver.wait_event(self._stream, transfer.issued)
@@ -87,20 +85,19 @@ class ZeroCtaTransport:
             self._kept = None
 
     def close(self) -> None:
-        """End what is in flight, and let go of NCCL's communicator and the stream."""
         self._abort()
         with self._busy, self._driver.active():
             self._driver.destroy_streams()
 
     def _enqueue_round(self, transfer: Transfer, begin: int, width: int) -> None:
-        """Enqueue bytes ``begin`` to ``begin + width`` of every part."""
+        """Enqueue the round of bytes ``begin`` to ``begin + width`` of every part."""
         packed, arrived = (half[: self._size * width] for half in self._communicator.window)
         self._copy(packed.split(width), [part[begin : begin + width] for part in transfer.outgoing])
         self._communicator.all_to_all(self._stream, arrived, packed)
         self._copy([part[begin : begin + width] for part in transfer.incoming], arrived.split(width))
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copy as much of each as both have."""
+        """Copy each source to its target, up to the length of the shorter one."""
         copies = [(target, source, min(len(target), len(source))) for target, source in zip(targets, sources)]
         copies = [each for each in copies if each[2]]
         self._driver.copy(
@@ -115,11 +112,11 @@ class ZeroCtaTransport:
         while not event.query():
             if (waited := time.monotonic() - begun) > timeout.total_seconds():
                 self._abort()
-                raise dist.DistBackendError(f"not all ranks came within the timeout of {timeout.total_seconds():g} s")
+                raise dist.DistBackendError(f"not all ranks responded within the timeout of {timeout.total_seconds():g} s")
             if self._closed:
                 break
             nap(waited)
-        if self._closed:  # also where the stream is done: what an abort has drained is not what was sent
+        if self._closed:  # even if the stream has ended: after an abort, the received bytes are not those that were sent
             raise dist.DistBackendError("the transport was closed")
 
     def _abort(self) -> None:

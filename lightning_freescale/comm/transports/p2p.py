@@ -1,4 +1,4 @@
-"""Messages between two ranks, over gloo's connections, with errors that name the peer."""
+"""Messages between two ranks over gloo's connections, with errors that name the peer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from lightning_freescale._runtime.worker import start_daemon
 
 ANSWER_SECONDS = 2.0
-"""How long a store may take for an answer that it has."""
+"""The longest time that the store may take for an immediate answer."""
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
 
 
 class _Unprofiled:
-    """Inside, torch's profiler records nothing of this thread.
+    """A context in which torch's profiler records nothing of this thread.
 
-    A Work ends its record when it completes. If the profiler's window has ended by then, as that of a receive posted ahead may
-    have, the process ends.
+    A Work ends its record when it completes. A receive posted ahead may complete after the profiler's window has ended, and the
+    process would crash then.
     """
 
     def __enter__(self) -> None:
@@ -41,15 +41,21 @@ unprofiled = _Unprofiled()
 
 
 class GlooP2P:
-    """A gloo context of its own: TCP, or ibverbs where torch was built with it (``GLOO_DEVICE_TRANSPORT=IBVERBS``).
+    """A separate gloo context over TCP, or ibverbs if torch was built with it (``GLOO_DEVICE_TRANSPORT=IBVERBS``).
 
-    Creating it is collective. Messages of one tag between two ranks arrive in the order they were sent; one is sent only once
-    the peer has posted its receive, which must have its size.
+    The constructor is collective. Messages of one tag between two ranks arrive in the order of sending. A message is sent
+    once the peer has posted a receive, which must have the size of the message.
 
     Args:
-        store: that only the ranks of this group use.
+        store: a store that only the ranks of this group use.
+        rank: this rank.
+        size: the number of ranks.
         timeout: how long a peer may show no progress, by default.
-        ranks: global rank of every rank in the group, for errors.
+        ranks: the global ranks of the group, for errors.
+
+    Attributes:
+        peers: all other ranks. The order differs between ranks, so that not all send to the same rank at once.
+        sources: all other ranks, in the order in which they send to this rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
@@ -58,12 +64,10 @@ class GlooP2P:
         self._ending = False
         self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
-        """All other ranks, each rank's in another order, so that not all send to the same at once."""
         self.sources = [(rank - shift) % size for shift in range(1, size)]
-        """All other ranks, in the order in which they send here."""
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send; keep the Work alive, dropping it cancels the transfer. Raises as :meth:`wait`."""
+        """Begin to send. Raise as :meth:`wait`. Keep the Work alive: its deletion cancels the transfer."""
         try:
             return self.open().send([message], peer, tag)
         except RuntimeError as error:
@@ -71,7 +75,7 @@ class GlooP2P:
         raise dist.DistBackendError(self.explain(text, peer))
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
-        """Post a receive for a message of just this size. Raises as :meth:`wait`."""
+        """Post a receive for a message of exactly this size. Raise as :meth:`wait`."""
         try:
             with unprofiled:
                 return self.open().recv([into], peer, tag)
@@ -83,8 +87,9 @@ class GlooP2P:
         """Wait for a message to or from ``peer``.
 
         Raises:
-            DistBackendError: the peer is gone, or shows no progress within the timeout. That it is gone is known at once, or,
-                if a message was cut in the middle, after the timeout: gloo does not end the wait for such a message.
+            DistBackendError: the connection to the peer is lost, or the peer shows no progress within the timeout. A lost
+                connection is reported at once, or after the timeout if a message was cut in the middle, because gloo does not
+                end the wait for such a message.
         """
         try:
             work.wait(timeout)
@@ -94,21 +99,21 @@ class GlooP2P:
         raise dist.DistBackendError(self.explain(text, peer, timeout))
 
     def abort(self, reason: str) -> None:
-        """Leave the reason in the store and close the connections, so that no rank waits for this one."""
+        """Write the reason to the store and close the connections, so that no rank waits for this one."""
         if self._gloo is not None:
             failure = f"rank {self.ranks[self.rank]} has given up: {reason}"
             self._ask_store(lambda store: store.compare_set(_FAILURE_KEY, "", failure))
         self.close_connections()
 
     def refuse_more(self) -> None:
-        """Let what has been posted arrive, and raise for all that comes after it."""
+        """Let posted messages arrive, and raise for later ones."""
         self._ending = True
 
     def close_connections(self) -> None:
-        """Close the connections; every wait here or at a peer raises."""
+        """Close the connections, so that every wait on this rank or a peer raises."""
         gloo, self._gloo = self._gloo, None
         for peer in self.peers if gloo is not None else ():
-            # Gloo's own abort does nothing, and dropping the group leaves the connections open as long as any Work lives. A
+            # Gloo's own abort does nothing, and deleting the group leaves the connections open while any Work is alive. A
             # receive that times out closes all connections of its context.
             try:
                 gloo.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
@@ -117,22 +122,25 @@ class GlooP2P:
                     return
 
     def open(self) -> Any:
-        """Return the group itself, whose calls are cheaper and name no peer; raise RuntimeError if it is closed."""
+        """Return gloo's group, whose calls are cheaper and whose errors name no peer. Raise RuntimeError if it is closed."""
         if self._gloo is None or self._ending:
             raise RuntimeError("this rank has closed its connections")
         return self._gloo
 
     def explain(self, text: str, peer: int, timeout: timedelta = timedelta(0)) -> str:
-        """Name the peer whose message failed with gloo's text; or the reason that the rank which gave up first has left."""
+        """Return an error text that names the peer, or the reason of the first rank that has given up.
+
+        ``text`` is gloo's error for a message to or from the peer.
+        """
         if "Timed out" in text and not (text := self._why_closed_before(peer)):
-            # the peer may wait in vain itself, and know for whom
-            late = f"rank {self.ranks[peer]} did not come within the timeout of {timeout.total_seconds():g} s"
+            # the peer may itself wait for a third rank, and name it
+            late = f"rank {self.ranks[peer]} did not respond within the timeout of {timeout.total_seconds():g} s"
             return self.first_failure(_MAY_KNOW_BETTER) or late
         if known := self.first_failure():
             return known
         without_advice = text.splitlines()[0].split(". This is typically")[0]
-        without_place = re.sub(r"^\[.*?\] ", "", without_advice)  # in gloo's source
-        return f"rank {self.ranks[peer]} is gone: {without_place}"
+        without_place = re.sub(r"^\[.*?\] ", "", without_advice)  # a line of gloo's source
+        return f"rank {self.ranks[peer]} has disconnected: {without_place}"
 
     def first_failure(self, wait: timedelta = timedelta(0)) -> str:
         """Return why the first rank gave up; empty if none has."""
@@ -145,10 +153,10 @@ class GlooP2P:
         return self._ask_store(look, wait.total_seconds()) or ""
 
     def _ask_store(self, call: Callable[[dist.Store], Any], wait: float = 0.0) -> Any:
-        """Return ``call(store)``; None if it fails, or takes seconds more than it is to ``wait`` itself.
+        """Return ``call(store)``; None if it fails, or takes seconds longer than the ``wait`` of the call itself.
 
-        torch's own calls have no timeout for a store whose connection stands and that does not answer. So each runs on a thread
-        of its own, which is left behind if need be: ask only after a failure.
+        torch has no timeout for a connected store that does not answer. Each call therefore runs on a new thread, which
+        may never end. Use this method only after a failure.
         """
         if self._store_is_silent:
             return None
@@ -156,7 +164,7 @@ class GlooP2P:
 
         def run() -> None:
             found = None
-            with suppress(RuntimeError):  # the store may have died with its process
+            with suppress(RuntimeError):  # the store may have ended with its process
                 found = call(self._store)
             answer.set_result(found)
 
@@ -168,7 +176,7 @@ class GlooP2P:
             return None
 
     def _why_closed_before(self, peer: int) -> str:
-        """Return why the connection was closed before a timeout closed all; empty if it was not."""
+        """Return why the connection was closed before the timeout closed all connections; empty if it was open."""
         with suppress(RuntimeError):
             gloo = self.open()
             try:

@@ -1,4 +1,4 @@
-"""The transport inside an NVLink domain: copy engines write into other GPUs, and streams wait for words in memory."""
+"""The transports inside NVLink domains: copy engines write into other GPUs, and streams wait for words in memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import torch.distributed as dist
 
 from lightning_freescale.comm.transports.cuda_driver import WRAP, CudaDriver, nap
 from lightning_freescale.comm.transports.host import HostTransport
-from lightning_freescale.comm.transports.peer_link import Link, PeerChunks
-from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer
-from lightning_freescale.comm.transports.transfer import Transfer
+from lightning_freescale.comm.transports.peer_link import Link, PeerChunks, SymmetricBuffer
+from lightning_freescale.comm.transports.transport import Transfer
 
 
 class TransferProgress:
-    """The rounds of one transfer."""
+    """The progress of one transfer through its rounds."""
 
     def __init__(self, link: Link, transfer: Transfer) -> None:
         self._link = link
-        self._transfer = transfer  # its memory
+        self._transfer = transfer  # keeps its memory alive
         self._sent_before, self._received_before = list(link.sent), list(link.received)
         self._outgoing = PeerChunks(link, link.sending, transfer.outgoing)
         self._incoming = PeerChunks(link, link.receiving, transfer.incoming)
@@ -36,11 +35,11 @@ class TransferProgress:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all bytes are where they belong."""
+        """Whether all bytes have arrived and have been sent."""
         return self._started == self._rounds and self._link.is_idle
 
     def advance(self) -> bool:
-        """Enqueue rounds as earlier ones end, without waiting; return whether any has ended or started."""
+        """Enqueue rounds without waiting, and return whether any round has ended or started."""
         ended, started = self._link.forget_ended(), self._started
         while self._started < self._rounds and not self._link.is_full:
             self._enqueue(self._started)
@@ -48,7 +47,7 @@ class TransferProgress:
         return ended or self._started > started
 
     def late_ranks(self, signals: list[int]) -> list[int]:
-        """Return the ranks that, by this one's signal pad, keep it waiting; if any, only those of which nothing is seen."""
+        """Return the ranks for which this rank waits, by its signal pad; only those without any progress if there are some."""
         link, arrived, consumed = self._link, signals, signals[len(self._link.ranks) :]
         behind = [
             peer
@@ -80,33 +79,37 @@ def _ahead(one: int, other: int) -> int:
 
 
 _CHECK_AFTER = 0.1
-"""Seconds without progress after which to see whether a peer has given up."""
+"""The time without progress, in seconds, after which to check whether a peer has given up."""
 _GRACE = 5.0
-"""Seconds for the GPU to drain after a failure."""
-_GIVEN_UP = "a peer has given up; its own error says why"
+"""The time for the GPU to drain after a failure, in seconds."""
+_GIVEN_UP = "a peer has given up. The error of that rank states the reason"
 
 
 class PeerTransport:
-    """Moves CUDA tensors between ranks of one NVLink domain; all of a group, or those of one host.
+    """A :class:`.Transport` for CUDA tensors between ranks of one NVLink domain: all ranks of a group, or those of one host.
 
-    A chunk waits on the sender's stream until its slot in the receiver's memory is free, is copied there, and is counted there;
-    the receiver's stream waits for the count, copies the slot to its place, and counts it as consumed in the sender's memory.
-    Waits are stream memory operations, chunks and counts are given to copy engines, so no kernel is launched (within a GPU as
-    far as :class:`CudaDriver` can ask for it). A round, of a chunk to and from every peer, takes nine driver calls or less,
-    so chunks should be large: ``PEER_BYTES`` is what the slots take on every GPU, two chunks for every peer. A round
-    sends half of that, 128 MiB, a third of a millisecond at 400 GB/s.
+    A chunk takes these steps:
 
-    If a peer does not come in time, this rank signals its peers that it gives up, and then writes the counts itself that its
-    streams wait for, so that they drain. What they copy then is wrong; every rank looks whether a peer has given up before it
-    takes what has arrived for good. The transport is of no use afterwards.
+    1. The sender's stream waits until a slot in the receiver's memory is free, copies the chunk there, and counts it there.
+    2. The receiver's stream waits for the count, copies the slot to its target, and counts it as consumed at the sender.
+
+    Waits are stream memory operations, and copy engines write chunks and counts. No kernel is launched, except within a GPU if
+    :class:`CudaDriver` cannot request a copy engine. A round has a chunk to and from every peer and takes at most nine driver
+    calls, so chunks are large: the slots take ``PEER_BYTES`` on every GPU. A round sends half of it, 128 MiB, which takes a
+    third of a millisecond at 400 GB/s.
+
+    If a peer is late, this rank signals to its peers that it gives up. It then writes the awaited counts itself, so that its
+    streams end. The bytes that they copy are wrong. Every rank therefore checks at the end of a transfer whether a peer has
+    given up. The transport cannot be used afterwards.
 
     Tested between two processes on one GPU, not between GPUs.
 
     Args:
+        driver: the device.
         buffer: the memory, mapped on all ranks.
-        ranks: of the group, in the order of their ranks in the buffer.
-        global_ranks: of every rank of the group, for errors.
-        start: of all counters.
+        ranks: the ranks in the group, in the order of their ranks in the buffer.
+        global_ranks: the global rank of every rank of the group, for errors.
+        start: the first value of all counters.
     """
 
     def __init__(
@@ -121,13 +124,12 @@ class PeerTransport:
         self._stuck: list[object] = []
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between rounds."""
         with self.start_transfer(transfer) as progress:
             self.complete_transfer(progress, transfer.timeout, pause)
 
     @contextmanager
     def start_transfer(self, transfer: Transfer) -> Iterator[TransferProgress]:
-        """Start to move the parts for and from :attr:`ranks`, to be completed in the block. A failure releases the GPU."""
+        """Start to move the parts for and from :attr:`ranks`. The block completes the transfer. A failure releases the GPU."""
         with self._busy, self._driver.active():
             link = self._check_open(transfer)
             progress = TransferProgress(link, transfer)
@@ -140,7 +142,7 @@ class PeerTransport:
                 raise
 
     def complete_transfer(self, progress: TransferProgress, timeout: timedelta, pause: Callable[[], None]) -> None:
-        """Wait until all bytes are in their place."""
+        """Wait until all bytes have arrived and have been sent."""
         advanced = checked = time.monotonic()
         while not progress.is_done:
             now = time.monotonic()
@@ -151,7 +153,7 @@ class PeerTransport:
                 signals = self._read_signals()
                 late = ", ".join(str(self._global_ranks[rank]) for rank in progress.late_ranks(signals)) if signals else ""
                 missing = f"rank {late}" if signals else "a rank"
-                raise dist.DistBackendError(f"{missing} did not come within the timeout of {timeout.total_seconds():g} s")
+                raise dist.DistBackendError(f"{missing} did not respond within the timeout of {timeout.total_seconds():g} s")
             elif now - checked > _CHECK_AFTER:
                 checked = now
                 self._check_peers()
@@ -163,7 +165,6 @@ class PeerTransport:
             raise dist.DistBackendError(_GIVEN_UP)
 
     def close(self) -> None:
-        """End what is in flight, and let go of memory and streams."""
         self._closed = self._closed or "it has been shut down"
         if not self._busy.acquire(timeout=_GRACE):
             return
@@ -189,13 +190,13 @@ class PeerTransport:
             raise dist.DistBackendError(f"the peer transport is closed: {self._closed}")
         if transfer.device != self._driver.device:
             raise dist.DistBackendError(
-                f"the tensors are on {transfer.device}, the group was made on {self._driver.device}: call "
-                "torch.cuda.set_device before the group is made"
+                f"the tensors are on {transfer.device}, the group was created on {self._driver.device}: call "
+                "torch.cuda.set_device before you create the group"
             )
         return self._link
 
     def _read_signals(self) -> list[int] | None:
-        """Return the words of this rank's signal pad, once the GPU has copied them; None if it does not."""
+        """Return the words of this rank's signal pad; None if the GPU does not copy them in time."""
         link = self._link
         assert link is not None
         event, begun = link.copy_signals(), time.monotonic()
@@ -206,9 +207,9 @@ class PeerTransport:
         return list(link.signals.tolist())
 
     def _drain(self, link: Link, progress: TransferProgress) -> None:
-        """Signal the failure, then let the streams go on with whatever is in the slots."""
+        """Signal the failure, and let the streams copy the current contents of the slots."""
         self._stuck = [progress, link]  # the GPU may still write there
-        with suppress(RuntimeError):  # of a GPU that is of no use any more
+        with suppress(RuntimeError):  # the GPU may have failed
             link.signal_failure()
             link.mark_failed_round()
             begun, released = time.monotonic(), link.release_streams()
@@ -223,12 +224,16 @@ class PeerTransport:
 
 
 class TwoLevelTransport:
-    """Moves CUDA tensors between hosts whose GPUs each form an NVLink domain. Not tested on GPU.
+    """A :class:`.Transport` for CUDA tensors between hosts whose GPUs each form an NVLink domain. Not tested on GPU.
 
-    The parts for peers on the same host are on the GPU's streams while the CPU moves the others; between its chunks it puts the
-    next ones there. What it does for other hosts waits for no peer on this one, so the two cannot hold each other up.
+    The GPU's streams move the parts for peers on the same host. At the same time, the CPU moves the other parts and enqueues
+    the next rounds of the GPU between its chunks. The parts for other hosts wait for no peer on this host, so the two cannot
+    block each other.
 
-    ``near`` is between the ranks of this host, this one included, ``host`` between all ranks of the group.
+    Args:
+        near: the transport between the ranks of this host, this one included.
+        host: the transport between all ranks of the group. Its owner closes it.
+        size: the number of ranks of the group.
     """
 
     def __init__(self, near: PeerTransport, host: HostTransport, size: int) -> None:
@@ -236,7 +241,6 @@ class TwoLevelTransport:
         self.far = [rank for rank in range(size) if rank not in near.ranks]
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
-        """Fill ``transfer.incoming``. ``pause`` is called between chunks."""
         with self._near.start_transfer(transfer) as progress:
 
             def advance_and_pause() -> None:
@@ -247,5 +251,4 @@ class TwoLevelTransport:
             self._near.complete_transfer(progress, transfer.timeout, pause)
 
     def close(self) -> None:
-        """Let go of the memory and streams for this host; who made the host's transport closes it."""
         self._near.close()

@@ -1,39 +1,132 @@
-"""The link of a GPU to the others of its NVLink domain: streams, counts and rounds in flight last from transfer to transfer."""
+"""The memory and the copies between the GPUs of one NVLink domain. Streams and counts persist from transfer to transfer."""
 
 from __future__ import annotations
 
 from collections import deque
 from ctypes import c_uint32
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.transports.cuda_driver import CudaDriver
-from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer
+from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align
 
+PEER_BYTES = 256 * 1024 * 1024
+"""The memory that ``"peer"`` and ``"two-level"`` use on every GPU for each lane: two chunks for every other rank of the domain.
+A rank sends half of it in one round, after which the lane may pause."""
+_ALIGN = 256
+"""The alignment that suits copy engines, in bytes."""
 _AHEAD = 4
-"""Rounds that are on the streams, so that a rank which is late or has died leaves few behind that must be drained."""
+"""The number of rounds in flight. It is small, because the rounds in flight must be drained if a rank is late or has ended."""
 _WORD = 4
-"""Bytes of a word; aligned as these are, a copy engine writes them at once."""
+"""The size of a word in bytes. A copy engine writes an aligned word at once."""
+_group_numbers = count()
+
+
+@dataclass
+class SymmetricBuffer:
+    """The buffers of all ranks of an NVLink domain, which are equal in size and mapped in this process.
+
+    Ranks are those of the domain. A buffer contains:
+
+    - a signal pad of ``2 * size + 1`` words of 32 bits: for each rank the number of chunks that have arrived from it; for each
+      rank the number of chunks sent to it that it has consumed; 1 if a peer has given up;
+    - two slots of a chunk for every other rank.
+
+    The counts are never reset between transfers.
+    """
+
+    rank: int
+    buffers: list[Tensor]  # one per rank, uint8 of shape [SymmetricBuffer.size_bytes(...)]
+    chunk: int  # bytes of a slot
+    mapping: Any = None  # keeps the peers' buffers mapped
+
+    @staticmethod
+    def size_bytes(size: int, chunk: int) -> int:
+        return align(4 * (2 * size + 1), _ALIGN) + 2 * (size - 1) * align(chunk, _ALIGN)
+
+    @staticmethod
+    def largest_chunk(size: int, slot_bytes: int = PEER_BYTES) -> int:
+        """Return the chunk size, a multiple of 256 bytes, at which the slots for ``size`` ranks take ``slot_bytes``."""
+        return max(slot_bytes // (2 * max(size - 1, 1)) // _ALIGN, 1) * _ALIGN
+
+    @property
+    def size(self) -> int:
+        return len(self.buffers)
+
+    def signal_pad(self, at: int) -> Tensor:
+        """Return all words in the buffer of rank ``at``, int32."""
+        return self.buffers[at][: 4 * (2 * self.size + 1)].view(torch.int32)
+
+    def arrived(self, at: int, source: int) -> Tensor:
+        """Return the word at ``at`` in which ``source`` counts the chunks that it has written there."""
+        return self.signal_pad(at)[source : source + 1]
+
+    def consumed(self, at: int, target: int) -> Tensor:
+        """Return the word at ``at`` in which ``target`` counts the chunks of ``at`` that it has read."""
+        return self.signal_pad(at)[self.size + target : self.size + target + 1]
+
+    def failed(self, at: int) -> Tensor:
+        """Return the word at ``at`` that is 1 if a peer has given up."""
+        return self.signal_pad(at)[2 * self.size :]
+
+    def slot(self, at: int, source: int, number: int) -> Tensor:
+        """Return the bytes at ``at`` for chunk ``number`` of ``source``, which is another rank."""
+        place = (source - at - 1) % self.size
+        begin = align(4 * (2 * self.size + 1), _ALIGN) + (2 * place + number % 2) * align(self.chunk, _ALIGN)
+        return self.buffers[at][begin : begin + self.chunk]
+
+
+def allocate_symmetric_buffer(rank: int, size: int, chunk: int, device: torch.device, store: dist.Store) -> SymmetricBuffer:
+    """Allocate and map the buffers of ``size`` ranks with slots of ``chunk`` bytes. Collective.
+
+    Only these ranks use the store. Tested between two processes on one GPU, not between GPUs.
+    """
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
+
+    length = SymmetricBuffer.size_bytes(size, chunk)
+    if size == 1:
+        return SymmetricBuffer(0, [torch.zeros(length, dtype=torch.uint8, device=device)], chunk)
+    backend = _SymmetricMemory.get_backend(device)
+    if backend != "CUDA":
+        raise RuntimeError(
+            f"symmetric memory has backend {backend!r}: call torch's symm_mem.set_backend('CUDA'), or remove the call"
+        )
+    # torch's symmetric memory finds the ranks by the name of a group. Depending on its version, it searches the process groups
+    # or a separate table. A plain group without backends is therefore registered in both.
+    name, group = f"freescale-{next(_group_numbers)}", dist.ProcessGroup(store, rank, size)
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    try:
+        _SymmetricMemory.set_group_info(name, rank, size, store)
+        mine = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, device, name)
+        mine.zero_()
+        torch.cuda.synchronize(device)  # no peer writes before the rendezvous, which comes after this on every rank
+        handle = _SymmetricMemory.rendezvous(mine, name)
+        buffers = [mine if at == rank else handle.get_buffer(at, (length,), torch.uint8) for at in range(size)]
+        return SymmetricBuffer(rank, buffers, chunk, handle)
+    finally:
+        _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 @dataclass
 class Direction:
-    """The chunks that this rank sends, or those that it receives. Dicts are by peer."""
+    """The state of the chunks that this rank sends, or of those that it receives. Dicts are by peer."""
 
     stream: Any  # of the copies
     counts: list[int]  # chunks so far, for every peer
-    lead: int  # how far the peer must have counted before a chunk may be copied, beyond the number of chunks before it
+    lead: int  # a chunk may be copied once the peer has counted this many chunks more than precede the chunk
     words: dict[int, Any]  # this rank's word in which the peer counts
     counted: dict[int, Any]  # a pointer to the peer's word in which this rank counts
     slots: dict[int, list[Any]]  # pointers to the slots of even and of odd chunks
 
 
 class PeerChunks:
-    """The chunks of a round in one direction, of the peers that have any left, as addresses.
+    """The addresses of the chunks of a round in one direction, for the peers that have chunks left.
 
-    To slice a tensor for every chunk would cost too much. What belongs to the peers is looked up once for many rounds.
+    Addresses replace tensors, because slices are too expensive. The values of the peers are looked up once for many rounds.
     """
 
     def __init__(self, link: Link, direction: Direction, parts: list[Tensor]) -> None:
@@ -44,8 +137,8 @@ class PeerChunks:
         self.largest = max((length for *_, length in self._left), default=0)
 
     def advance_to(self, begin: int) -> None:
-        """Take the chunks from byte ``begin`` of each part on; call it in their order."""
-        if begin >= self._alike_until:  # the chunks are not those of the round before, a chunk further on
+        """Move to the chunks that start at byte ``begin`` of each part, where ``begin`` increases from call to call."""
+        if begin >= self._alike_until:  # the peers or the lengths differ from those of the previous round
             self._left = [part for part in self._left if part[2] > begin]
             self.ranks = [peer for peer, _, _ in self._left]
             self.words = [self._direction.words[rank] for rank in self.ranks]
@@ -60,22 +153,26 @@ class PeerChunks:
 
 
 class Link:
-    """Copies chunks in rounds of at most one to and one from every peer. Tested on one GPU, not between GPUs.
+    """The link of a GPU to the other GPUs of its NVLink domain. Tested on one GPU, not between GPUs.
 
-    In either direction a round is one call for all waits, one for all chunks and one for all counts, however many peers there
-    are. Counts are 4-byte copies out of pinned memory, as NCCL's flags are since 2.29.2. A copy reads its source when the
-    stream comes to it, so every round in flight has words of its own, which are written again when it has been seen to be done.
+    It copies chunks in rounds of at most one chunk to and one from every peer. In each direction, a round takes one call for
+    all waits, one for all chunks and one for all counts. Counts are 4-byte copies from pinned memory, as NCCL's flags are
+    since 2.29.2. A copy reads its source when the stream reaches it. Every round in flight therefore has separate words, which
+    are reused once the round has ended.
 
-    The receives of a round wait for its sends, and its sends for receives two rounds earlier, so uneven parts cannot make ranks
-    wait for each other in a circle. That is the order of the calls, too: it holds even if the GPU runs both streams as one.
+    The receives of a round wait for its sends, and its sends for the receives two rounds earlier. Uneven parts therefore cannot
+    cause a deadlock. The calls have the same order, so this also holds if the GPU runs both streams as one.
 
-    ``ranks`` are those of the group, in the order of their ranks in the buffer. All counters begin at ``start``, as the words
-    of the buffer do.
+    Args:
+        driver: the device.
+        buffer: the mapped memory of all ranks.
+        ranks: the ranks in the group, in the order of their ranks in the buffer.
+        start: the first value of all counters and of all words in the buffer.
 
     Attributes:
-        peers: ranks of the others in the buffer, each rank's in another order, so that not all write to the same at once.
-        sent, received: chunks for and of every peer so far.
-        sending, receiving: what belongs to each direction.
+        peers: the other ranks in the buffer. The order differs between ranks, so that not all write to the same rank at once.
+        sent, received: the chunks so far to and from every peer.
+        sending, receiving: the state of each direction.
     """
 
     def __init__(self, driver: CudaDriver, buffer: SymmetricBuffer, ranks: list[int], start: int = 0) -> None:
@@ -90,7 +187,7 @@ class Link:
         self.sending = Direction(
             driver.create_stream(),
             self.sent,
-            -1,  # of two slots one may be in use
+            -1,  # one of two slots may be in use
             {peer: driver.word(buffer.consumed(here, peer).data_ptr()) for peer in self.peers},
             {peer: pointer(buffer.arrived(peer, here).data_ptr()) for peer in self.peers},
             {peer: slots(peer, here) for peer in self.peers},
@@ -107,39 +204,38 @@ class Link:
         self._rounds = 0
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self._events: list[tuple[Any, Any]] = [(None, None)] * _AHEAD
-        # Words, for every peer of each round in flight one per direction; then, never in use by a round that is stuck, those
-        # that release the streams, a 1, and at last a copy of the word that says whether a peer has given up.
+        # For each round in flight, a word per peer and direction. Blocked rounds do not use the words after them: those that
+        # release the streams, a 1, and a copy of the word that is 1 if a peer has given up.
         length = 2 * size * (_AHEAD + 1) + 2
         self._pinned, self.signals = driver.allocate_pinned(length), driver.allocate_pinned(len(buffer.signal_pad(here)))
-        self._words: Any = (c_uint32 * length).from_address(self._pinned.data_ptr())  # written much faster than a tensor
+        self._words: Any = (c_uint32 * length).from_address(self._pinned.data_ptr())  # faster to write than a tensor
         self._sources = [pointer(self._pinned.data_ptr() + _WORD * place) for place in range(length)]
         self._words[-2:] = [1, 0]
         self._failed = pointer(buffer.failed(here).data_ptr())
 
     @property
     def is_full(self) -> bool:
-        """Return whether no further round may be enqueued."""
+        """Whether no further round may be enqueued."""
         return len(self._in_flight) >= _AHEAD
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all rounds have been seen to be done."""
+        """Whether all rounds are known to have ended."""
         return not self._in_flight
 
     @property
     def has_seen_failure(self) -> bool:
-        """Return whether a peer had given up before the last transfer had copied all that arrived."""
+        """Whether a peer had given up before the last transfer had copied all arrived chunks."""
         return bool(self._words[-1])
 
     def wait_event(self, event: Any) -> None:
-        """Let what comes next wait for an event of the caller's stream."""
         for direction in (self.sending, self.receiving):
             self.driver.wait_event(direction.stream, event)
 
     def enqueue_round(self, sends: PeerChunks, own: tuple[Any, Any, int] | None, receives: PeerChunks, is_last: bool) -> None:
-        """Enqueue a round, where :attr:`is_full` is not set; ``is_last`` says whether it ends a transfer.
+        """Enqueue a round; :attr:`is_full` must be False. ``is_last`` marks the last round of a transfer.
 
-        ``own`` are pointers to where this rank's own chunk comes from and goes to, and its bytes.
+        ``own`` contains pointers to the source and the target of this rank's own chunk, and its length.
         """
         place = self._rounds % _AHEAD
         self._rounds += 1
@@ -147,63 +243,63 @@ class Link:
         slots = self._wait(self.sending, sends, first)
         copy(self.sending.stream, slots, sends.places, sends.lengths)
         self._count(self.sending, sends, first)
-        if own is not None:  # before the wait, because no other rank has part in it
+        if own is not None:  # before the wait, because it involves no other rank
             copy(self.receiving.stream, [own[1]], [own[0]], [own[2]])
         slots = self._wait(self.receiving, receives, first + size)
         copy(self.receiving.stream, receives.places, slots, receives.lengths)
         self._count(self.receiving, receives, first + size)
-        if is_last and self.peers:  # behind the copies: a peer that gives up signals that before it spoils the slots
+        if is_last and self.peers:  # after the copies: a peer that gives up signals it before it overwrites slots
             copy(self.receiving.stream, [self._sources[-1]], [self._failed], [_WORD])
         self._events[place] = self._mark_end(*self._events[place])
 
     def mark_failed_round(self) -> None:
-        """Mark the end of a round that could be enqueued only in part."""
+        """Mark the end of a round that was enqueued only in part."""
         self._mark_end(None, None)
 
     def forget_ended(self) -> bool:
-        """Return whether any round has been seen to end."""
+        """Forget the rounds that have ended, and return whether there were any."""
         before = len(self._in_flight)
         while self._in_flight and all(event.query() for event in self._in_flight[0]):
             self._in_flight.popleft()
         return len(self._in_flight) < before
 
     def copy_signals(self) -> Any:
-        """Enqueue a copy of this rank's signal pad to ``signals``, in host memory, and return the event of its end."""
+        """Enqueue a copy of this rank's signal pad to ``signals`` in host memory, and return the event of its end."""
         pad, pointer = self.buffer.signal_pad(self.buffer.rank), self.driver.pointer
         self.driver.copy(self._urgent, [pointer(self.signals.data_ptr())], [pointer(pad.data_ptr())], [_WORD * len(pad)])
         return self._urgent.record_event()
 
     def signal_failure(self) -> None:
-        """Signal to the peers that this rank gives up; no round may be enqueued any more."""
+        """Signal to the peers that this rank gives up. No round may be enqueued afterwards."""
         failed = [self.driver.pointer(self.buffer.failed(peer).data_ptr()) for peer in self.peers]
         self.driver.copy(self._urgent, failed, [self._sources[-2]] * len(failed), [_WORD] * len(failed))
 
     def release_streams(self) -> Any:
-        """Write the counts that the streams wait for, and return the event of it.
+        """Write the counts for which the streams wait, and return the event of the writes.
 
-        Again and again, because a peer that comes late writes lower ones.
+        Repeat this until the streams have ended, because a late peer writes lower counts.
         """
         buffer, first = self.buffer, 2 * len(self.ranks) * _AHEAD
         for word, counts in ((buffer.consumed, self.sent), (buffer.arrived, self.received)):
             targets = [self.driver.pointer(word(buffer.rank, peer).data_ptr()) for peer in self.peers]
-            self._words[first : first + len(targets)] = [counts[peer] for peer in self.peers]  # as at the first time
+            self._words[first : first + len(targets)] = [counts[peer] for peer in self.peers]
             self.driver.copy(self._urgent, targets, self._sources[first : first + len(targets)], [_WORD] * len(targets))
             first += len(self.ranks)
         return self._urgent.record_event()
 
     def _wait(self, direction: Direction, peers: PeerChunks, first: int) -> list[Any]:
-        """Hold the stream until the next slots may be used, and return them; put their counts into words from ``first`` on."""
+        """Make the stream wait for the next slots, put their counts into the words from ``first`` on, and return the slots."""
         counts, lead = direction.counts, direction.lead
         numbers = [counts[rank] for rank in peers.ranks]
         after = [number + 1 for number in numbers]
         for rank, number in zip(peers.ranks, after):
-            counts[rank] = number  # before the calls, for what is released must not be below what is awaited
+            counts[rank] = number  # before the calls: release_streams must write no less than the awaited counts
         self._words[first : first + len(after)] = after
         self.driver.wait_words(direction.stream, peers.words, [number + lead for number in numbers])
         return [slots[number & 1] for slots, number in zip(peers.slots, numbers)]
 
     def _count(self, direction: Direction, peers: PeerChunks, first: int) -> None:
-        """Count the copied chunks at the peers, in a call of its own, because copies of one call have no order."""
+        """Count the copied chunks at the peers, in a separate call, because copies of one call are unordered."""
         words = self._sources[first : first + len(peers.ranks)]
         self.driver.copy(direction.stream, peers.counted, words, peers.word_lengths)
 

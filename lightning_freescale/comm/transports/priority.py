@@ -1,4 +1,4 @@
-"""Priorities: a lane pauses between two chunks while a higher lane of this process has work."""
+"""Priorities of lanes: a lane pauses between two chunks while a lane of higher priority in this process has work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 MAX_PAUSE_SECONDS = 0.05
-"""The longest pause between two chunks, so that no lane starves; also how long a higher lane without progress is waited for."""
+"""The longest pause between two chunks, so that no lane starves, and the longest wait for a higher lane without progress."""
 
 
 @dataclass(eq=False)
@@ -18,24 +18,23 @@ class Activity:
     """A collective that a lane is running."""
 
     priority: int
-    last_progress: float = field(default_factory=time.monotonic)  # when a chunk of it last came or went
+    last_progress: float = field(default_factory=time.monotonic)  # the time of its last sent or received chunk
 
 
 class PriorityGate:
     """The lanes of a process, and the collectives that they are running."""
 
     def __init__(self) -> None:
-        self.lanes: Counter[int] = Counter()  # number of lanes that may have work, by priority
+        self.lanes: Counter[int] = Counter()  # the number of open lanes, by priority
         self._activities: list[Activity] = []
         self._changed = threading.Condition()
 
     def has_higher_lane(self, priority: int) -> bool:
-        """Return whether there is a lane of higher priority."""
         return any(other > priority and count > 0 for other, count in list(self.lanes.items()))
 
     @contextmanager
     def track(self, priority: int) -> Iterator[Activity]:
-        """Let other lanes see a collective of that priority while the block runs it."""
+        """Register a collective of this priority, which the block runs, so that other lanes pause for it."""
         activity = Activity(priority)
         with self._changed:
             self._activities.append(activity)
@@ -53,8 +52,8 @@ class PriorityGate:
             return
         end = now + MAX_PAUSE_SECONDS
         with self._changed:
-            # A higher lane without progress waits for its peers, and is not waited for: rank 0 may wait in its high lane for
-            # rank 1, which waits in the low lane for rank 0.
+            # Do not pause for a higher lane without progress. It waits for its peers, and one of them may wait in its low lane
+            # for this rank.
             while (until := min(end, self._last_progress_above(activity) + MAX_PAUSE_SECONDS)) > time.monotonic():
                 self._changed.wait(until - time.monotonic())
         activity.last_progress = time.monotonic()
@@ -65,4 +64,4 @@ class PriorityGate:
 
 
 PRIORITY_GATE = PriorityGate()
-"""The gate of this process."""
+"""The lanes of this process."""

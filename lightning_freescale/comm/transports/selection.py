@@ -1,4 +1,4 @@
-"""The transports that the topology of a group allows, the reasons against the others, and the set-up of one."""
+"""The choice and the set-up of a transport: which transports the hardware of a group allows, and why not the others."""
 
 from __future__ import annotations
 
@@ -18,30 +18,27 @@ from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.nccl import NcclCommunicator, ZeroCtaTransport
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.peer import PeerTransport, TwoLevelTransport
-from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
+from lightning_freescale.comm.transports.peer_link import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.comm.transports.topology import RankHardware, Topology
+from lightning_freescale.comm.transports.transport import Transport
 
 _SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "priority")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
-    """A transport cannot be had here; the message says why, and what to pass instead."""
-
-
-Transport = HostTransport | PeerTransport | TwoLevelTransport | ZeroCtaTransport
-"""Moves the bytes of a collective on which all ranks have agreed; runs on the lane's thread, one transfer at a time."""
+    """A transport is not available on this hardware. The message states the reason and an alternative."""
 
 
 def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
     """Gather the hardware of all ranks and compare their options. Collective.
 
-    ``store`` is only for this and :func:`set_up_transport`, on every rank; ``timeout`` is how long to wait for the others.
+    Only this function and :func:`set_up_transport` use the store. ``timeout`` limits the wait for the other ranks.
     """
     hardware = RankHardware.from_this_process(options.transport)
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
-    said = all_gather_json("hardware", mine, p2p, store, timeout)
-    _check_same_options([each["options"] for each in said], p2p.ranks)
-    return Topology(tuple(RankHardware(**each["hardware"]) for each in said), tuple(p2p.ranks))
+    gathered = all_gather_json("hardware", mine, p2p, store, timeout)
+    _check_same_options([each["options"] for each in gathered], p2p.ranks)
+    return Topology(tuple(RankHardware(**each["hardware"]) for each in gathered), tuple(p2p.ranks))
 
 
 def set_up_transport(
@@ -53,8 +50,8 @@ def set_up_transport(
     store: dist.Store,
     timeout: timedelta,
 ) -> Transport | None:
-    """Set up the transport of that name for CUDA tensors; None for torch's own backend. Collective."""
-    if kind in ("host", "native"):  # can always be had
+    """Return the transport of that name for CUDA tensors; None for torch's own backend. Collective."""
+    if kind in ("host", "native"):
         return host if kind == "host" else None
     if reason := refusal(kind, topology):
         raise TransportRefused(f"transport={kind!r} {reason}")
@@ -70,14 +67,14 @@ def set_up_transport(
 
 
 def auto_candidates(topology: Topology) -> list[str]:
-    """Return the transports that ``"auto"`` may take in the place of torch's own backend; none without a GPU on every rank."""
+    """Return the transports that ``"auto"`` may use instead of torch's own backend; none without a GPU on every rank."""
     if topology.size == 1 or topology.find_lacking("gpu"):
         return []
     return [*(kind for kind in ("peer", "two-level") if not refusal(kind, topology)), "host"]
 
 
 def refusal(transport: str, topology: Topology) -> str:
-    """Say why ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"`` cannot be had, and what to do; empty if it can."""
+    """Return why ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"`` is not available, and the fix; empty if it is available."""
     if ranks := topology.find_lacking("gpu"):
         return f"moves CUDA tensors, and torch sees no CUDA device on {ranks}: pass 'auto' or 'host'"
     if ranks := topology.find_lacking("bindings"):
@@ -100,8 +97,8 @@ def _no_two_level(topology: Topology) -> str:
 
 
 def _no_zero_cta(topology: Topology) -> str:
-    """Name the conditions without which NCCL would silently launch kernels instead."""
-    versions = {tuple(hardware.nccl) for hardware in topology.hardware}  # of other ranks a list, as JSON has no tuples
+    # if a condition is not met, NCCL silently launches kernels instead
+    versions = {tuple(hardware.nccl) for hardware in topology.hardware}  # other ranks' are lists, as JSON has no tuples
     if topology.size == 1:
         return "needs at least 2 ranks: pass 'auto'"
     if len(versions) > 1 or min(versions) < (2, 28):
@@ -117,7 +114,7 @@ def _no_zero_cta(topology: Topology) -> str:
 
 def _instead(topology: Topology) -> str:
     if topology.find_shared_gpu():
-        return "call torch.cuda.set_device before the group is made, or pass 'host'"
+        return "call torch.cuda.set_device before you create the group, or pass 'host'"
     return "pass 'auto' or 'host'" if topology.one_host else "pass 'two-level' or 'auto'"
 
 
@@ -130,9 +127,9 @@ def build_transport(
     store: dist.Store,
     timeout: timedelta,
 ) -> tuple[Transport | None, str]:
-    """Set up ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or return why it could not be; arguments as above. Collective.
+    """Return ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or the reason why its set-up failed. Collective.
 
-    ``near`` are the ranks of the group on this host, this one included. Not tested on GPU.
+    ``near`` contains the ranks of the group on this host, this one included. Not tested on GPU.
     """
     try:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -144,12 +141,11 @@ def build_transport(
         buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
         peer = PeerTransport(driver, buffer, near, p2p.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
-    except Exception as error:  # all ranks get the text
+    except Exception as error:  # all ranks receive the text
         return None, f"{type(error).__name__}: {error}"
 
 
 def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
-    """Return the values of all ranks, through the store."""
     keys = [f"{what}/{rank}" for rank in range(p2p.size)]
     store.set(keys[p2p.rank], json.dumps(mine))
     end = time.monotonic() + timeout.total_seconds()
@@ -158,16 +154,16 @@ def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeo
             raise dist.DistBackendError(failure)
         if time.monotonic() > end:
             missing = ", ".join(str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key]))
-            late = f"rank {missing} did not come within {timeout.total_seconds():g} s"
+            late = f"rank {missing} did not respond within {timeout.total_seconds():g} s"
             raise dist.DistBackendError(f"while a freescale group was connected, {late}")
         time.sleep(0.01)
-    said = [json.loads(each) for each in store.multi_get(keys)]
-    # return once all ranks have read, as a rank that leaves on an error may take the store with it
-    with suppress(RuntimeError):  # it is gone, and so all have read
+    gathered = [json.loads(each) for each in store.multi_get(keys)]
+    # return once all ranks have read, as the store may end with a rank that fails
+    with suppress(RuntimeError):  # the store has ended, and so all ranks have read
         if store.add(f"{what}/read", 1) == p2p.size:
             store.set(f"{what}/read by all", "")
         store.wait([f"{what}/read by all"], timeout)
-    return said
+    return gathered
 
 
 def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
@@ -175,5 +171,5 @@ def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
         if any(options[name] != given[0][name] for options in given):
             values = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
             raise ValueError(
-                f"ProcessGroupFreeScaleOptions differ between ranks, {name}= is {values}: pass the same options on every rank"
+                f"ProcessGroupFreeScaleOptions differ between ranks: {name}= is {values}. Pass the same options on every rank"
             )

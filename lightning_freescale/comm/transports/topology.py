@@ -1,4 +1,4 @@
-"""The hardware of the ranks of a group: which share a host, and which a fast link between GPUs."""
+"""The hardware of the ranks of a group: which ranks share a host, and which have a fast link between their GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RankHardware:
-    """One rank's host, GPU and libraries, as the other ranks need to know them."""
+    """The host, GPU and libraries of one rank, as the other ranks need to know them."""
 
     host: str
-    boot: str = ""  # id of the host's last boot, which tells hosts of the same name apart
+    boot: str = ""  # id of the host's last boot, which distinguishes hosts of the same name
     gpu: str = ""  # UUID of the current CUDA device; empty without CUDA
     place: str = ""  # index and PCI bus id of that device, for errors
     visible: int = 0  # number of CUDA devices that the process sees
@@ -37,10 +37,10 @@ class RankHardware:
 
     @staticmethod
     def from_this_process(transport: str) -> RankHardware:
-        """Look at this process, as far as that transport needs to know it. Not tested with several GPUs.
+        """Return the hardware of this process, as far as the transport needs it. Not tested with several GPUs.
 
-        Named transports between GPUs need one. Others look at it only where CUDA is in use: a process that computes on the
-        CPU need not pay for it, and its current device means nothing.
+        Transports between GPUs need all of it. For the others, the GPU counts only if the process uses CUDA: a process that
+        computes on the CPU should not initialize CUDA, and its current device means nothing.
         """
         host, boot = socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         used = torch.cuda.is_initialized() if transport in ("auto", "host", "native") else True
@@ -76,12 +76,11 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return len(self.hardware)
 
     @property
     def hosts(self) -> dict[tuple[str, str], list[int]]:
-        """Return by name and boot of every host its ranks in the group."""
+        """The ranks of each host in the group, by the name and boot id of the host."""
         found: dict[tuple[str, str], list[int]] = {}
         for rank, hardware in enumerate(self.hardware):
             found.setdefault((hardware.host, hardware.boot), []).append(rank)
@@ -89,7 +88,6 @@ class Topology:
 
     @property
     def one_host(self) -> bool:
-        """Return whether all ranks are on one host."""
         return len(self.hosts) == 1
 
     def find_unlinked(self, ranks: Sequence[int]) -> str:
@@ -105,7 +103,7 @@ class Topology:
         return ""
 
     def find_alone(self) -> str:
-        """Name the ranks of a host that have GPUs of their own and see no other, so that links are not known; empty if none."""
+        """Name the ranks of a host that see only their own GPU, so that links are unknown; empty if there are none."""
         for ranks in self.hosts.values():
             blind = [rank for rank in ranks if self.hardware[rank].gpu and self.hardware[rank].visible == 1]
             if blind and len({self.hardware[rank].gpu for rank in ranks}) > 1:
@@ -125,7 +123,7 @@ class Topology:
             return "" if one.shares and other.shares else f"{names} both use {one.place} of {one.host}"
         if one.gpu in other.links and other.gpu in one.links:
             return ""
-        return f"no NVLink is seen between {names} ({one.place} and {other.place} of {one.host})"
+        return f"no NVLink was found between {names} ({one.place} and {other.place} of {one.host})"
 
     def _names(self, ranks: Sequence[int]) -> str:
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(self.ranks[rank]) for rank in ranks)}"
@@ -136,14 +134,14 @@ def _uuid(device: int) -> str:
 
 
 def _linked_devices(device: int) -> list[int]:
-    """Return the visible devices whose memory this one can write over NVLink."""
+    """Return the visible devices whose memory this device can write over NVLink."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
     try:
         link_counts = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
     except RuntimeError as error:
-        _log.warning("NVLink could not be looked for: %s", error)
+        _log.warning("the search for NVLink failed: %s", error)
         return []
     others = [other for other in range(torch.cuda.device_count()) if other != device]
     return [other for other in others if link_counts[other] > 0 and torch.cuda.can_device_access_peer(device, other)]

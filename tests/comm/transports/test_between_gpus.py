@@ -17,7 +17,7 @@ from lightning_freescale.comm.transports import peer
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.peer import PeerTransport, TwoLevelTransport
-from lightning_freescale.comm.transports.symmetric_buffer import SymmetricBuffer, allocate_symmetric_buffer
+from lightning_freescale.comm.transports.peer_link import SymmetricBuffer, allocate_symmetric_buffer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.fake_gpu import FakeDriver, FakeEvent, FakeStream, keep, on_ranks, signed
 from tests.helpers.gpu_transfers import UNTOUCHED, lengths, moved, transfer, wrong
@@ -105,7 +105,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) ->
     errors = on_ranks(2, run)
     assert time.monotonic() - begun < 15
     assert all(isinstance(error, dist.DistBackendError) for error in errors)
-    assert "rank 102 did not come within the timeout of 0.3 s" in str(errors[0])
+    assert "rank 102 did not respond within the timeout of 0.3 s" in str(errors[0])
     assert all(stream.idle() for rank in ranks for stream in rank._driver.streams)
     assert not any(rank._stuck for rank in ranks)
     with pytest.raises(dist.DistBackendError, match=r"closed: rank 10[12]"):
@@ -127,7 +127,7 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
         pair[rank].move(transfer(rank, table, 1, timeout=(0.2, 20.0)[rank], late=False), lambda: None)
 
     writer, late = on_ranks(2, run)
-    assert "rank 101 did not come" in str(writer)
+    assert "rank 101 did not respond" in str(writer)
     assert "given up" in str(late)
     assert all(stream.idle() for rank in pair for stream in rank._driver.streams)
 
@@ -146,7 +146,7 @@ def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_drainin
         buffer.arrived(0, 1).fill_(1)
 
     threading.Thread(target=die, daemon=True).start()
-    with pytest.raises(dist.DistBackendError, match="rank 101 did not come"):
+    with pytest.raises(dist.DistBackendError, match="rank 101 did not respond"):
         pair[0].move(transfer(0, table, 1, timeout=0.1, late=False), lambda: None)
     assert not pair[0]._stuck
 

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import PINNED_BYTES, DeviceStaging, HostTransport, PinnedPool
 from lightning_freescale.comm.transports.p2p import GlooP2P
-from lightning_freescale.comm.transports.transfer import DTYPES, RankBuffers, Transfer
+from lightning_freescale.comm.transports.transport import DTYPES, RankBuffers, Transfer
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import nothing_left, pinned_in_use
 from tests.helpers.fake_gpu import FakeStream
