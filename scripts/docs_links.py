@@ -1,6 +1,6 @@
-"""Hook of MkDocs: links of docs/ that lead out of it, to a file of the repository, lead to a copy of that file on the site.
+"""A hook of MkDocs that copies linked files outside docs/ to the site and changes the links to the copies.
 
-So pages keep the links that work where the repository is looked at.
+The links of the pages therefore also work in a view of the repository.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LINK = re.compile(r"(?<=\]\()[^)\s#:]+(?=[)#])")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what the pages link to."""
+    """Add the files that pages link to."""
     for page in list(files.documentation_pages()):
         for link in _LINK.findall(Path(page.abs_src_path).read_text()):
             path = _outside(page, link)
@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links around."""
+    """Replace the links to files outside docs/."""
 
     def to_copy(found: re.Match[str]) -> str:
         path = _outside(page.file, found[0])
@@ -39,12 +39,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _copy(path: str) -> str:
-    # as it is: a page of the site would have to be in its navigation
+    # as text, because a Markdown page must be in the navigation of the site
     return f"{_COPIES}/{path}" + (".txt" if path.endswith(".md") else "")
 
 
 def _outside(page: Any, link: str) -> str | None:
-    """The path in the repository of a file that ``link`` leads to; None if it is in docs/ or is not there."""
+    """Return the path of a linked file in the repository; None if it is in docs/ or does not exist."""
     path = Path(os.path.normpath(Path(page.abs_src_path).parent / link))
     inside = path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT)
     return None if inside or not path.is_file() else str(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Extension of griffe: roles in docstrings, as :class:`~a.b.C`, become links where the name has a place on the site."""
+"""An extension of griffe that replaces roles in docstrings, such as :class:`~a.b.C`, by links."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|attr|obj):`(?:(?P<title>[^`<]+?) <)
 
 
 class Roles(griffe.Extension):
-    """Rewrites every docstring when its object has been read."""
+    """An extension that rewrites each docstring after griffe has read its object."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """A link that leads nowhere is shown as the name alone."""
+        """Replace the roles. A name without a page is shown without a link."""
         if obj.docstring is not None:
             obj.docstring.value = _ROLE.sub(lambda role: _link(role, obj), obj.docstring.value)
 
@@ -26,7 +26,7 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
 
 
 def _place(name: str, obj: griffe.Object) -> str:
-    """Of a name without the package's: in the object's class, or in its module."""
+    """Return the full name; a short name is a member of the object's class or module."""
     if name.startswith("lightning_freescale."):
         return name
     scope = obj if obj.is_class else obj.parent

@@ -58,7 +58,7 @@ def _install_for_cpu(python: Path, extras: tuple[str, ...]) -> None:
 
 
 def _requirements(python: Path, package: str, extras: tuple[str, ...] = ()) -> list[str]:
-    """The package's requirements, those of its extras included, without markers."""
+    """Return the requirements of a package and of its extras, without markers."""
     code = f"import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or []))"
     lines = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
     wanted = [line for line in lines if "extra ==" not in line or any(f"'{extra}'" in line for extra in extras)]

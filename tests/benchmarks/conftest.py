@@ -1,4 +1,4 @@
-"""Benchmarks are scripts that import each other by name; a test runs one with some flags and looks at its figures."""
+"""Fixtures for tests of the benchmarks, which are scripts that import each other by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., dict[str, float]]
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    """A file with the histories of 100 users."""
+    """Write a file with the histories of 100 users."""
     path = tmp_path / "few.users.npz"
     np.savez(path, offsets=np.append(0, np.cumsum(np.random.RandomState(0).lognormal(3, 1, 100).astype(int) + 1)))
     return path
@@ -26,7 +26,7 @@ def users(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rounds(tmp_path: Path) -> Path:
-    """A file with 96 users who go through 60 items in their order, from some item on; most of them not far."""
+    """Write a file with 96 users who visit 60 items in their order, each from a random item; most histories are short."""
     draw = np.random.RandomState(0)
     lengths = np.clip(draw.lognormal(2, 0.8, 96).astype(int), 4, 40)
     items = np.concatenate([(draw.randint(60) + np.arange(length)) % 60 for length in lengths]).astype(np.uint16)
@@ -37,7 +37,7 @@ def rounds(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a benchmark and returns its figures."""
+    """Return a function that runs a benchmark and returns its figures."""
 
     def figures(script: ModuleType, *flags: object) -> dict[str, float]:
         written = tmp_path / "figures.json"

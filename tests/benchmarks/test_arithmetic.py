@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks, by hand."""
+"""The arithmetic of the benchmarks equals calculations by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_contest_weighs_batches_by_cost() -> None:
-    """With costs L**2 + 1280 L: the slowest rank's over the mean, each summed over two batches."""
+    """Imbalance is the largest cost over the mean, each summed over two batches; the cost is L**2 + 1280 L."""
     played = Contest(2, {"verl": lambda lengths, costs, ranks: [[3, 0], [2, 1]]})
     short, long = np.array([1.0, 2, 4, 4]), np.array([100.0, 500, 900, 20])
     for batch in (short, long):
@@ -61,7 +61,7 @@ def test_convergence_by_hand() -> None:
 
 
 def test_rows_and_collisions() -> None:
-    """Two ranks with rows 0 1 and 2 3. Of what they fetch in the step between, row 2 alone is needed in another, the last."""
+    """Two ranks own the rows 0, 1 and 2, 3. Of the rows of the middle step, only row 2 is also in another step, the last."""
     found = overlap_workload.requests([np.array([0, 0, 2]), np.array([1, 2, 3])], RowOrder(4, 3, 1))  # the order 1 0 3 2
     assert found.tolist() == [[2, 1], [1, 2]]
     steps = [([0], [3]), ([0, 2, 2], [1, 1, 3]), ([2], [2])]
@@ -73,7 +73,7 @@ def test_rows_and_collisions() -> None:
 
 
 def test_gains_of_the_ladder() -> None:
-    """A step of 200 ms, half of it lost; the floor loses 10; a rung that loses 19 of 119 has removed 81 of 90."""
+    """Plain loses 100 of 200 ms, and the floor 10 ms. A rung that loses 19 of 119 ms has removed 81 of 90 ms."""
     seconds = {"floor": (0.110, 0.1), "plain": (0.2, 0.1), "split": (0.119, 0.1)}
     figures: dict[str, float] = {}
     for name, (wall, compute) in seconds.items():
@@ -87,7 +87,7 @@ def test_gains_of_the_ladder() -> None:
     assert ladder.spread([gained, other])["split_reduction_most"] == pytest.approx(1.0)
 
 
-def test_what_ifs_are_held_against_runs_without_the_cause() -> None:
+def test_what_ifs_are_compared_with_runs_without_the_cause() -> None:
     cases = {"no data wait": 2.0, "perfect balance": 1.25, "no host overhead": 1.0, "full overlap": 1.6}
     steps = {"as it is": 0.4, "no data wait": 0.2, "perfect balance": 0.32, "no host overhead": 0.4, "starved": 0.4}
     steps |= {f"behind a worker: {run}": steps[run] for run in what_if.BEHIND} | {"behind a worker": 0.4}
@@ -118,7 +118,7 @@ RIGHT_END = {"digest": "right", "first_step": 10, "steps": 60}
     ],
 )
 def test_defects_after_a_fault(other: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
-    """Rank 1 was killed, and rank 0 says so, or else."""
+    """Rank 1 was killed. Rank 0 has to name it and the cause."""
     said = RankEnd(1, 0.1, "RuntimeError: rank 1 has ended: Connection closed by peer", None)
     ends = [dataclasses.replace(said, **other), RankEnd(-9, 0.0, "", None)]
     attempt = Attempt(ends, more.get("struck", True), 20, more.get("processes", []), more.get("memory", []))

@@ -1,4 +1,4 @@
-"""Each benchmark runs at a tiny size, and its figures fit together."""
+"""Each benchmark runs at a tiny size, and its figures are consistent."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_calibration_and_prediction(users: Path, run: Run, tmp_path: Path, monke
 
 
 def test_convergence(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss curves are those of plain training, unless loss weights are wrong."""
+    """Loss curves equal those of plain training, unless loss weights are wrong."""
     small = {"hstu": Recipe(6, 8, 20, {"dim": 16, "dropout": 0.0, "lr": 2e-3, "item_lr": 0.05, "std": 0.5})}
     monkeypatch.setitem(convergence_models.RECIPES, "ml-1m", small)
     path = tmp_path / "figures.json"
@@ -104,9 +104,9 @@ def test_convergence(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _main(script: str, change: Callable[[ModuleType], None] | None, *words: str) -> int:
-    os.environ["LOCAL_RANK"] = "0"  # each rank on a host of its own, as under benchmarks/netlab.py
+    os.environ["LOCAL_RANK"] = "0"  # each rank has its own host, as under benchmarks/netlab.py
     os.environ["NETLAB_RATE"] = "10gbit"
-    module = __import__(script)  # here, as some change the environment
+    module = __import__(script)  # imported here because some scripts change the environment
     if change is not None:
         change(module)
     sys.argv = [f"{script}.py", *words]
@@ -142,7 +142,7 @@ def _lookups(of: Figures) -> bool:
 RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
     "overlap": (
         "--rows 5000 --batch 4 --dim 8 --steps 8 --rounds 1 --compute-ms 3 --shift-at 5 --require floor_ms<=0",
-        1,  # falls short on every rank alike
+        1,  # the requirement fails on every rank
         None,
         _overlap,
     ),
@@ -161,7 +161,7 @@ RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
         _ladder,
     ),
 }
-"""Flags, the exit code, what is made smaller, and what holds of the figures."""
+"""For each script: the flags, the exit code, a change that makes it smaller, and a condition on the figures."""
 
 
 @pytest.mark.parametrize("script", RANKS)
@@ -174,7 +174,7 @@ def test_script_of_two_ranks(script: str, tmp_path: Path) -> None:
 
 
 def test_scripts_that_start_ranks(run: Run) -> None:
-    """What owners are asked for by another node is what the ids alone say."""
+    """Check the requests of other nodes against the ids."""
     size = ["--rows", 3000, "--dim", 4, "--batch", 2, "--steps", 3, "--ranks-per-node", 2, "--hot", 1]
     figures = run(two_level, *size)
     draw, per_row = overlap_workload.production(3000, 2), 4 + 2 + 2 * 4 * 4
@@ -209,7 +209,7 @@ def test_scripts_of_time_and_memory(run: Run, tmp_path: Path) -> None:
 
 
 def test_fault_campaign(tmp_path: Path) -> None:
-    """A rank is killed: no other hangs, and the training resumes to the same end."""
+    """After a rank is killed, no other rank hangs, and training resumes to the same weights."""
     path = tmp_path / "figures.json"
     faults.main(["--kinds", "killed", "--json", str(path), "--runs", "1"])
     figures = json.loads(path.read_text())["figures"]
@@ -239,7 +239,7 @@ dist.init_process_group("gloo")
 total, large, start = torch.tensor([dist.get_rank() + 1.0]), torch.ones(1_000_000), time.perf_counter()
 dist.all_reduce(total)
 dist.broadcast(large, src=0)
-dist.all_reduce(large)  # so that the broadcast has come to its end on every rank
+dist.all_reduce(large)  # the broadcast has then ended on every rank
 seconds = time.perf_counter() - start
 os.write(1, f"{total.item()} {seconds > 1} {os.environ['NETLAB_HOST']} {os.environ['NETLAB_COMMAND']}\\n".encode())
 """
@@ -257,15 +257,14 @@ def test_ranks_on_hosts_of_their_own() -> None:
 
 
 def test_every_line_of_the_package_that_names_cuda_is_classified() -> None:
-    """Else add it to a list in benchmarks/cuda_code.py, with the reason."""
+    """Add new lines to a list in benchmarks/cuda_code.py, with the reason."""
     files = dict(package_files())
-    told = {name: lines for name, path in files.items() if (lines := unclassified(name, ast.parse(path.read_text())))}
-    assert told == {}
+    found = {name: lines for name, path in files.items() if (lines := unclassified(name, ast.parse(path.read_text())))}
+    assert found == {}
     assert cuda_code.FUNCTIONS.keys() | cuda_code.CONDITIONS.keys() | cuda_code.ON_CPU_AS_WELL.keys() <= files.keys()
 
 
-# -- the flags that every benchmark has, what is written of its figures, and the list of runs
-
+# -- common flags, written figures and the list of runs
 
 RUNS = {name: command for group in suite.read_groups().values() for name, command in group.items()}
 

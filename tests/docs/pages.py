@@ -1,4 +1,4 @@
-"""The pages of docs/ as their reader follows them: files to save, commands to run, and what these are said to print."""
+"""The pages of docs/ with their code blocks: files to save, commands to run and their output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 RUN = [DOCS / "quick_start.md", DOCS / "tutorial.md", *sorted((DOCS / "how_to").glob("*.md"))]
-"""Pages whose every block is run; the others show excerpts."""
+"""The pages whose blocks are all run. The other pages show excerpts."""
 
 _FENCED = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``title`` is the file it is to be saved as."""
+    """A fenced block; ``title`` is the name of its file."""
 
     language: str
     title: str
@@ -26,18 +26,18 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """In the order of the page."""
+    """Yield the blocks in the order of the page."""
     for found in _FENCED.finditer(page.read_text()):
         yield Block(*(part or "" for part in found.groups()))
 
 
 def save_files(page: Path, folder: Path) -> None:
-    """Save the files that a reader of the page is told to."""
+    """Save the titled blocks of the page as files."""
     for block in blocks(page):
         if block.title:
             (folder / block.title).write_text(block.text)
 
 
 def without_code(text: str) -> str:
-    """The page without fenced blocks and code spans, in which nothing is a link or a heading."""
+    """Return the page without code, because code has no links or headings."""
     return re.sub(r"`[^`\n]*`", "`code`", _FENCED.sub("", text))

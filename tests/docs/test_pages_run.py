@@ -1,8 +1,8 @@
-"""Every block of code of every page and docstring is run, and the site builds.
+"""All code blocks of all pages and docstrings run, and the site builds.
 
-Pages that teach are followed as they stand: titled blocks are saved, commands run, other Python runs as a script. Text that
-stands behind a command is what it prints, up to figures and to how lines are broken. The other pages show excerpts, which run
-inside what the scripts in ``excerpts/`` put around them.
+The quick start, the tutorial and the how-to pages run as they are: titled blocks are saved, commands are run, and other Python
+runs as a script. A text block after a command is its output, except for figures and line breaks. The other pages show excerpts.
+The scripts in ``excerpts/`` run them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.docs.pages import DOCS, PAGES, ROOT, RUN, blocks, save_files
 pytestmark = pytest.mark.slow
 
 LANGUAGES = {"python", "bash", "text", "sbatch"}
-"""An sbatch file is saved and not run: there is no SLURM here."""
+"""The languages of blocks. An sbatch file is saved and not run, because the tests have no SLURM."""
 
 NEEDS_OTHERS = {"ray"}
-"""Pages about a package that make test-third-party installs; of Ray's the same script is run by tests/strategy/test_ray.py."""
+"""The pages about packages that make test-third-party installs. tests/strategy/test_ray.py runs the script of Ray's page."""
 EXCERPTS = sorted(script.stem for script in (Path(__file__).parent / "excerpts").glob("[a-z]*.py"))
 
 
@@ -40,12 +40,12 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _follow(page: Path, folder: Path) -> None:
-    """Save and run block after block; the files of the quick start and of the tutorial lie there already."""
+    """Save and run the blocks in order, in a folder with the files of the quick start and the tutorial."""
     for earlier in ("quick_start.md", "tutorial.md"):
         save_files(DOCS / earlier, folder)
     printed = ""
     for number, block in enumerate(blocks(page)):
-        assert block.language in LANGUAGES, f"{page.name}: nobody runs a block of {block.language!r}"
+        assert block.language in LANGUAGES, f"{page.name}: the tests cannot run a block of {block.language!r}"
         if block.title:
             (folder / block.title).write_text(block.text)
         elif block.language == "python":
@@ -54,13 +54,13 @@ def _follow(page: Path, folder: Path) -> None:
         elif block.language == "bash":
             printed = _run(["bash", "-euo", "pipefail", "-c", block.text], folder)
         elif block.language == "text":
-            assert _unsaid(block.text, printed) == [], f"{page.name}: not printed any more:\n{printed[-6000:]}"
+            assert _unsaid(block.text, printed) == [], f"{page.name}: not printed:\n{printed[-6000:]}"
 
 
 def _unsaid(shown: str, printed: str) -> list[str]:
-    """The beginnings, up to the first figure, of the lines of a page that were not printed, be it behind a progress bar.
+    """Return the beginnings, up to the first figure, of the lines of a page that were not printed.
 
-    What a verdict says depends on the machine: of its lines that they are there, but for a second cause, which may be none.
+    A verdict depends on the machine, so only the first word of its lines is compared. A second cause may be missing.
     """
     ends = r"(?<=^Verdict:)|(?<=^Why:)|(?<=^Next:)|\s*-?\d"
     beginnings = [re.split(ends, line, maxsplit=1)[0] for line in shown.splitlines() if not line.startswith(("  ", "Also:"))]
@@ -72,12 +72,12 @@ def _with_marks(page: Path) -> object:
 
 
 @pytest.mark.parametrize("page", [_with_marks(page) for page in RUN])
-def test_a_reader_who_pastes_every_block_gets_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path) -> None:
     _follow(page, tmp_path)
 
 
 @pytest.mark.parametrize("script", EXCERPTS)
-def test_every_excerpt_runs_in_its_place(script: str, tmp_path: Path) -> None:
+def test_every_excerpt_runs(script: str, tmp_path: Path) -> None:
     save_files(DOCS / "quick_start.md", tmp_path)
     assert "every block was run" in _run([sys.executable, "-m", f"tests.docs.excerpts.{script}"], tmp_path)
 
@@ -88,14 +88,14 @@ def test_no_page_with_code_is_left_out() -> None:
     assert sorted(code) == sorted(set(re.findall(r'Excerpts\("([^"]+)"\)', scripts)))
 
 
-def test_what_is_not_printed_is_noticed() -> None:
+def test_missing_output_is_noticed() -> None:
     printed = "bubble b = 31.0%: removing it all\nrank 0  12.0%\n"
     assert _unsaid("bubble b = 37.8%: removing\n  broken otherwise\nrank 0  50%", printed) == []
     assert _unsaid("bubbles 37.8%\nrank 0", printed) == ["bubbles"]
     assert _unsaid("Verdict: this\nNext:    that", "Verdict: Nothing worth doing") == ["Next:"]
 
 
-def test_examples_in_docstrings_give_what_they_say() -> None:
+def test_examples_in_docstrings_give_their_results() -> None:
     files = [file for file in (ROOT / "lightning_freescale").rglob("*.py") if ">>>" in file.read_text()]
     modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     results = {module: doctest.testmod(import_module(module)) for module in modules}
@@ -112,7 +112,7 @@ def run(command):
 
 
 def test_the_notebook_trains_and_shows_where_the_time_went(tmp_path: Path) -> None:
-    """Without Jupyter: ``%%writefile`` saves, ``!`` runs, all else is the Python of one process."""
+    """Run the notebook without Jupyter: ``%%writefile`` saves, ``!`` runs, and other cells are the Python of one process."""
     content = json.loads((ROOT / "examples" / "quick_start.ipynb").read_text())
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
@@ -135,7 +135,7 @@ def test_the_notebook_trains_and_shows_where_the_time_went(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="the extra docs is not installed")
 def test_the_site_builds(tmp_path: Path) -> None:
-    """With this interpreter; ``-o``: it is set up already."""
+    """Build the site with this interpreter; ``-o`` skips the set-up."""
     command = ["make", "-o", "setup", "docs", f"BIN={Path(sys.executable).parent}", f"SITE={tmp_path}"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert made.returncode == 0, made.stdout + made.stderr

@@ -1,4 +1,4 @@
-"""Links lead somewhere, figures of README and docs are those of benchmarks/results, and the site has every public name."""
+"""Links have targets, figures equal benchmarks/results, and the site has every public name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s[^)]*)?\)|(?:src|href)=\"([^\"]
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """As forges and the site make them of headings: lower case, no punctuation, a hyphen for each space."""
+    """Return the anchors of the headings: lower case, no punctuation, a hyphen for each space."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found: list[str] = []
     for heading in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
@@ -63,7 +63,7 @@ MEASURED_ON = {"commit": "abc1234", "date": "2026-01-31", "cores": 2, "processor
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with three results, a page and no table."""
+    """Create a repository with three results, a page and no table."""
     later = MEASURED_ON | {"commit": "def5678"}
     for name, result in {
         "ladder_8": {"figures": {"reduction": 0.9514, "lost": -0.0001, "speed_up": 2.178}, "measured_on": MEASURED_ON},
@@ -156,6 +156,10 @@ def test_trends_show_earlier_runs_of_the_figures_in_tables(repository: Path) -> 
     assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_mean | 0.5 | - |" in shown
 
 
+def test_pages_have_no_hidden_text() -> None:
+    assert [page.name for page in PAGES if "<!--" in without_code(page.read_text())] == []
+
+
 def test_the_pages_have_the_figures_of_the_results() -> None:
     checked = subprocess.run([sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, f"run `make figures`: {checked.stdout}{checked.stderr}"
@@ -163,7 +167,7 @@ def test_the_pages_have_the_figures_of_the_results() -> None:
 
 # -- names
 
-ROOMS = ["", ".balance", ".data", ".losses", ".metrics", ".profiling", ".comm", ".simulator", ".testing"]
+PACKAGES = ["", ".balance", ".data", ".losses", ".metrics", ".profiling", ".comm", ".simulator", ".testing"]
 
 
 def _public(module: ModuleType) -> set[str]:
@@ -174,7 +178,7 @@ def _public(module: ModuleType) -> set[str]:
 def test_every_public_name_has_a_place_on_the_site() -> None:
     pages = [page.read_text() for page in (DOCS / "api").glob("*.md")]
     shown = re.findall(r"^::: lightning_freescale\.(?:\w+\.)*(\w+)$", "\n".join(pages), re.MULTILINE)
-    public = set().union(*(_public(import_module(f"lightning_freescale{room}")) for room in ROOMS))
+    public = set().union(*(_public(import_module(f"lightning_freescale{package}")) for package in PACKAGES))
     public.add("RayFreeScaleStrategy")  # importing its module needs Ray
     assert public > {"FreeScaleStrategy", "assign", "ProcessGroupFreeScaleOptions", "run_distributed", "RankFailed"}
     assert sorted(shown) == sorted(public)

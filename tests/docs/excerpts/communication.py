@@ -8,7 +8,7 @@ from tests.docs.excerpts import Excerpts
 
 
 def exchange() -> tuple[list[float], list[float]]:
-    """What came by ``all_to_all_single`` and by ``exchange``: of every rank's four numbers two."""
+    """Return the numbers received by ``all_to_all_single`` and by ``exchange``: two from each rank."""
     page, mine = Excerpts("docs/communication.md"), torch.full((4,), float(dist.get_rank()))
     names = {"input": mine, "output": torch.empty(4), "output_sizes": [2, 2], "input_sizes": [2, 2]}
     page.python(names)

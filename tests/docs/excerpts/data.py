@@ -20,7 +20,7 @@ MADE: list[Any] = []
 
 
 class Kept(lightning_freescale.FreeScaleDataModule):
-    """What the page's blocks make is kept."""
+    """A data module that is kept in ``MADE``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class Kept(lightning_freescale.FreeScaleDataModule):
 
 
 class Stream(IterableDataset):
-    """Histories one after the other."""
+    """A stream of histories."""
 
     def __iter__(self):
         yield from (train_set[user] for user in range(len(train_set)))
@@ -39,7 +39,7 @@ def len_of_sample(sample: Tensor) -> int:
 
 
 def batches_of_all() -> int:
-    """How many data modules have been made since the last call; each gives its first batch."""
+    """Return the number of data modules made since the last call; load the first batch of each."""
     made, MADE[:] = list(MADE), []
     for data in made:
         data.setup("fit")

@@ -1,4 +1,4 @@
-"""docs/overlap.md: ids told by a method, through the Trainer; then the engine in a loop of one's own, on two ranks."""
+"""docs/overlap.md: ids given by a method, with the Trainer; then the engine in a plain loop on two ranks."""
 
 from types import SimpleNamespace
 

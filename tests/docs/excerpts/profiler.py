@@ -48,7 +48,7 @@ def _profiled(commands: str) -> None:
 
 
 def own_loop() -> float:
-    """The bubble of six steps, as rank 0 has it."""
+    """Return the bubble of six steps on rank 0."""
     page, net = Excerpts("docs/profiler.md"), torch.nn.Linear(4, 1)
     for language in ("python", *["bash"] * 3, "python", "bash", "python"):
         page.text(language)
