@@ -1,12 +1,12 @@
-"""A profiler of where the time of a training step goes, for any training loop; it needs numpy and torch alone.
+"""A profiler of the time of training steps, for any training loop. It only needs numpy and torch.
 
-Time takes four forms on its way from the code that spends it to the page:
+A duration has four forms between the code and the page:
 
-1. ``Span`` and ``Collective`` of a ``StepRecord``: stamps, which are numbers or CUDA events not yet reached.
+1. ``Span`` and ``Collective`` of a ``StepRecord``: stamps, which are numbers or CUDA events that may be pending.
 2. ``Interval`` and ``ResolvedCollective`` of a ``ResolvedStep``: seconds on rank 0's clock. A step's spans may overlap;
    ``intervals_of`` cuts it so that every moment lies in one interval.
 3. Sums of intervals: ``StepBreakdown`` of a step, ``RankSegments`` between its collectives.
-4. Rows of the report, and slices of the trace.
+4. Rows of the report and slices of the trace.
 """
 
 from lightning_freescale.profiling.analysis.breakdown import StepBreakdown, attribute, bubble

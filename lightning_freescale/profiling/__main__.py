@@ -1,4 +1,4 @@
-"""``python -m lightning_freescale.profiling``: show bubble reports, compare them, make a page of them."""
+"""``python -m lightning_freescale.profiling``: show, compare and render bubble reports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_freescale.profiling.reporting.text import summary
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.profiling") -> None:
-    """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
+    """Run the command line; exit with code 2 and a message on invalid input."""
     run(new_parser(program), arguments)
 
 
 def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
-    """Run the command that ``parser`` finds in the arguments; exits with 2 and says what is wrong if it cannot."""
+    """Run the command that ``parser`` finds in the arguments; exit with code 2 and a message on invalid input."""
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -28,7 +28,7 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Non
     try:
         options.run(options)
     except (OSError, ValueError) as error:
-        hint = "--force compares anyway\n" if isinstance(error, DifferentWorkError) else ""
+        hint = "Pass --force to compare anyway\n" if isinstance(error, DifferentWorkError) else ""
         parser.exit(2, f"{options.command}: {error}\n{hint}")
 
 
@@ -54,7 +54,9 @@ def _page(options: argparse.Namespace) -> None:
     documents = [read(path) for path in options.reports]
     labels = options.label or [document["run"]["label"] for document in documents]
     if len(labels) != len(documents):
-        raise ValueError(f"--label {' '.join(labels)}: {len(labels)} names for {len(documents)} reports, pass one for each")
+        raise ValueError(
+            f"--label {' '.join(labels)} has {len(labels)} names for {len(documents)} reports. Pass one per report"
+        )
     for document, label in zip(documents, labels):
         document["run"]["label"] = label
     write_page(options.output, documents)
@@ -62,34 +64,34 @@ def _page(options: argparse.Namespace) -> None:
 
 
 def new_parser(program: str) -> argparse.ArgumentParser:
-    """Return the parser of a ``program`` of this name."""
+    """Return the parser with the name ``program``."""
     parser = argparse.ArgumentParser(program, description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    show = commands.add_parser("show", help="print the summary of a report")
-    show.add_argument("report", type=Path, metavar="REPORT.json", help="written by the profiler")
+    show = commands.add_parser("show", help="print a report as text")
+    show.add_argument("report", type=Path, metavar="REPORT.json", help="file that the profiler has written")
     show.set_defaults(run=lambda options: print(summary(read(options.report))))
 
     against = commands.add_parser(
         "compare",
-        help="what runs gained over the first",
-        description="Each run against the first: the bubble b, the share r of it that was removed per sample, the speed-up end "
-        "to end, and what r and b alone would give. Runs of different work are refused with exit code 2.",
+        help="compare runs with the first one",
+        description="Compare each run with the first: the bubble b, the share r of the bubble that was removed per sample, the "
+        "end-to-end speed-up, and the speed-up by r and b alone. Runs of different work exit with code 2.",
         epilog="example: python -m lightning_freescale.profiling compare ddp.json freescale.json",
     )
-    against.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="the base, then one or more runs")
-    against.add_argument("--force", action="store_true", help="compare runs of different work, too")
-    against.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    against.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="the first run, then one or more others")
+    against.add_argument("--force", action="store_true", help="also compare runs of different work")
+    against.add_argument("--json", type=Path, metavar="FILE", help="file for the values")
     against.set_defaults(run=_compare)
 
     page = commands.add_parser(
         "page",
-        help="make an HTML page of reports",
+        help="write an HTML page",
         epilog="example: python -m lightning_freescale.profiling page ddp.json freescale.json -o bubbles.html",
     )
-    page.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="one, or several to compare")
-    page.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE.html", help="where to write it")
-    page.add_argument("--label", nargs="+", metavar="NAME", help="names of the runs, one per report; default: the reports' own")
+    page.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="one report, or several to compare")
+    page.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE.html", help="file to write")
+    page.add_argument("--label", nargs="+", metavar="NAME", help="names of the runs, one per report (default: their labels)")
     page.set_defaults(run=_page)
     return parser
 

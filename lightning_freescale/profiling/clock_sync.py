@@ -1,4 +1,4 @@
-"""One clock for all ranks, rank 0's: its offset to a rank's own, measured by questions and answers over gloo."""
+"""Align the clock of every rank with rank 0's clock, by round trips over gloo."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ Floats = NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, Floats)
 
 WORST_DRIFT = 100e-6
-"""How far the rates of two clocks may be apart before anything is known: two crystals of 50 ppm, one fast and one slow."""
-
-_SLOW = 3.0  # times the smallest round trip of a measurement; above, something stood in the way
-_ALL_ROUNDS, _LEAST_ROUNDS = 640, 8  # rank 0 serves one rank after the other, so their sum bounds the time
-_KEPT = 64
-_LOADED = 3.0  # times the smallest round trip of all measurements; one above was not taken in quiet
+"""Largest drift between two clocks before any is measured: two crystals of 50 ppm, one fast and one slow."""
 WANDER = 2e-6
-"""How far a rate may be from its mean between measurements: a crystal's in a machine that warms up."""
+"""Largest deviation of a rate from its mean between measurements, such as that of a crystal in a machine that warms up."""
+_SLOW = 3.0
+"""A round trip above this multiple of the smallest one of its measurement was delayed."""
+_LOADED = 3.0
+"""A measurement with a smallest round trip above this multiple of the smallest of all was taken under load."""
+_ALL_ROUNDS, _LEAST_ROUNDS = 640, 8  # rank 0 serves one rank after the other, so the sum bounds the time
+_KEPT = 64
 
 
 class Alignment:
-    """Turns this rank's stamps into seconds on rank 0's clock.
+    """Converts stamps of this rank into seconds on rank 0's clock.
 
-    Clocks of different hosts start anywhere and run apart, by 50 millionths of a second per second and more. So the ranks
-    measure the offset several times (:meth:`measure_offset`), while they are idle, and :meth:`to_rank_zero` interpolates.
+    Clocks of different hosts have different zeros, and drift by 50 microseconds per second and more. The ranks measure their
+    offsets several times (:meth:`measure_offset`), and :meth:`to_rank_zero` interpolates. Ranks of one host are treated alike,
+    because nothing reliable states that they share a clock.
 
-    How good that is depends on the quiet while they measured and on the time since. Ranks of one host are treated like those
-    of several: nothing reliable says that their clocks are one. After a single measurement two clocks drift by up to 100
-    microseconds per second; between two, what is left is half a round trip and 2 microseconds per second from the nearer one,
-    because a rate changes with the temperature. A clock that NTP is pulling to the right time just then does up to 500, which
-    is only noticed at the third measurement.
+    The uncertainty depends on the load during the measurements and on the time since. After a single measurement, two clocks
+    drift by up to 100 microseconds per second. Between two measurements, the uncertainty is half a round trip, and 2
+    microseconds for each second to the nearer one, because the rate changes with the temperature. A clock that NTP corrects
+    drifts by up to 500 microseconds per second, which only a third measurement reveals.
 
     Args:
-        clock: the clock of the stamps, in seconds; never goes back.
+        clock: monotonic clock of the stamps, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,45 +53,43 @@ class Alignment:
         self._dropped = 0
 
     def measure_offset(self, group: dist.ProcessGroup | None, rounds: int = 40) -> None:
-        """Measure the offset to rank 0. Collective; call it while the ranks are idle: at the start, after epochs, at the end.
+        """Measure the offset to rank 0, while the ranks are idle: at the start, after epochs, at the end. Collective.
 
-        A measurement whose smallest round trip is more than three times the smallest of all was not taken in quiet. It is used
-        only as long as the others know less about its time, which is so for the first.
+        A measurement under load is used only while the others have a larger uncertainty at its time.
 
         Args:
-            group: a gloo group of all ranks that serves nothing else; None where there is but one rank.
-            rounds: questions of each rank to rank 0, at most; with more than 17 ranks fewer, so that it does not take long.
+            group: gloo group of all ranks that has no other use; None with one rank.
+            rounds: largest number of round trips of each rank; fewer with more than 17 ranks, which bounds the time.
 
         Raises:
-            RuntimeError: a rank is lost or says nothing within the group's timeout.
+            RuntimeError: a rank is lost or does not answer within the group's timeout.
         """
         found = measure(group, self._clock, rounds) if group is not None and group.size() > 1 else None
         self._leads = found is None
         self._measurements.append(found or Measurement(self._clock(), offset=0, margin=0, round_trip=0, rounds=0, rejected=0))
         self._drop_loaded()
-        if len(self._measurements) > _KEPT:  # of old times half are enough
+        if len(self._measurements) > _KEPT:  # every second one of the older measurements suffices
             self._measurements[1 : _KEPT // 2] = self._measurements[1 : _KEPT // 2 : 2]
         self._offsets = Offsets(self._measurements)
 
     def to_rank_zero(self, seconds: Seconds) -> Seconds:
-        """Return what rank 0's clock shows when this rank's shows ``seconds``.
+        """Return the time of rank 0's clock at the time ``seconds`` of this rank's clock.
 
         Raises:
-            RuntimeError: before the first :meth:`measure_offset`.
+            RuntimeError: :meth:`measure_offset` was not called.
         """
         return _like(seconds, seconds + self._known().offset_at(seconds))
 
     def uncertainty_at(self, seconds: Seconds) -> Seconds:
-        """Return what :meth:`to_rank_zero` may be wrong by at ``seconds``."""
+        """Return the largest error of :meth:`to_rank_zero` at ``seconds``."""
         margin = self._known().margin_at(seconds)
         return _like(seconds, 0 * margin if self._leads else margin)
 
     def figures(self) -> Mapping[str, float]:
-        """Return figures of this rank's clock for the report; rank 0 has none of its own.
+        """Return figures of this rank's clock for the report; zeros on rank 0, except for ``syncs``.
 
-        ``round_trip_s`` is the smallest, ``syncs`` counts the measurements that are used, ``rejected`` the round trips
-        that are not (all those of unused measurements among them), ``drift`` is what rank 0's clock gains per second, 0 as
-        long as it is not known.
+        ``round_trip_s`` is the smallest round trip, ``syncs`` the number of measurements in use, ``rejected`` the number of
+        unused round trips, and ``drift`` the seconds that rank 0's clock gains per second, 0 while unknown.
         """
         return {
             "round_trip_s": min((each.round_trip for each in self._measurements), default=0.0),
@@ -109,19 +108,19 @@ class Alignment:
 
     def _known(self) -> Offsets:
         if self._offsets is None:
-            raise RuntimeError("Alignment knows nothing of rank 0's clock yet: call measure_offset(group) first, on all ranks")
+            raise RuntimeError("Alignment has not measured rank 0's clock. Call measure_offset(group) first, on all ranks")
         return self._offsets
 
 
 class Offsets:
-    """Rank 0's clock minus this rank's: linear between measurements, beyond them as the drift says.
+    """Rank 0's clock minus this rank's clock, from one or more measurements in order of time.
 
-    The drift is taken from the last measurement and the earlier one that tells it best, but only if that leaves less doubt than
-    ``WORST_DRIFT``; otherwise the offset stays what it was. There is at least one measurement, and they are in order.
+    The offset is linear between measurements. Beyond them it changes by the drift, which is known if its uncertainty is below
+    ``WORST_DRIFT``. The drift comes from the last measurement and the earlier one that gives the smallest uncertainty.
 
     Attributes:
-        drift: seconds that rank 0's clock gains per second; 0 as long as it is not known.
-        doubt: ``drift`` may be off by this.
+        drift: seconds that rank 0's clock gains per second; 0 while unknown.
+        doubt: uncertainty of ``drift``.
     """
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:
@@ -131,15 +130,15 @@ class Offsets:
         self._bend = self._measured_bend()
 
     def offset_at(self, seconds: float | Floats) -> Floats:
-        """Return the offset when this rank's clock shows ``seconds``."""
+        """Return the offset at the time ``seconds`` of this rank's clock."""
         beyond = np.minimum(seconds - self.times[0], 0.0) + np.maximum(seconds - self.times[-1], 0.0)
         return np.interp(seconds, self.times, self._offsets) + self.drift * beyond
 
     def margin_at(self, seconds: float | Floats) -> Floats:
-        """Return what the offset at ``seconds`` may be wrong by.
+        """Return the uncertainty of the offset at ``seconds``.
 
-        The margins of the measurements around it, and for every second since the nearest one ``WANDER``, beyond the first and
-        last ``doubt``; and by how much the measurements themselves are further from a line than their margins explain.
+        It is the sum of the interpolated margins, of the drift since the nearest measurement (``WANDER`` per second between
+        measurements, ``doubt`` beyond them), and of the distance of the measurements from a line beyond their margins.
         """
         away = np.abs(np.asarray(seconds)[..., None] - self.times).min(axis=-1)
         between = (seconds >= self.times[0]) & (seconds <= self.times[-1])
@@ -156,7 +155,7 @@ class Offsets:
         return float((self._offsets[-1] - self._offsets[best]) / elapsed[best]), float(doubts[best])
 
     def _measured_bend(self) -> float:
-        """How far a measurement is from the line between its neighbours, less what the margins of the three allow."""
+        """Return the largest distance of a measurement from the line between its neighbours, minus their three margins."""
         if len(self.times) < 3:
             return 0.0
         before, here, after = self.times[:-2], self.times[1:-1], self.times[2:]
@@ -172,9 +171,9 @@ def _like(seconds: Seconds, result: float | NDArray[np.float64]) -> Seconds:
 
 @dataclass(frozen=True)
 class Measurement:
-    """When this rank's clock shows ``time``, rank 0's shows ``time + offset``, give or take ``margin``; all in seconds.
+    """One measurement in seconds: at ``time`` of this rank's clock, rank 0's shows ``time + offset``, within ``margin``.
 
-    ``round_trip`` is the smallest one; ``rejected`` of the ``rounds`` took more than three times as long and do not count.
+    ``round_trip`` is the smallest one. ``rejected`` of the ``rounds`` were more than three times as long and are not used.
     """
 
     time: float
@@ -186,11 +185,11 @@ class Measurement:
 
     @classmethod
     def from_stamps(cls, stamps: NDArray[np.float64]) -> Measurement:
-        """Measure by stamps, shape ``[rounds, 4]``: asked, heard there, answered there, heard here (the four of NTP, RFC 5905).
+        """Measure by stamps of shape ``[rounds, 4]``: asked, heard there, answered there, heard here (RFC 5905, NTP).
 
-        No message arrives before it is sent, so every question bounds the offset from above and every answer from below
-        (Marzullo's intersection): the offset is half-way between the closest bounds, wrong by half their distance at most, and
-        what the clocks drift from one bound to the other. That is half of the smallest round trip (Cristian 1989) or less.
+        No message arrives before it is sent. So every question bounds the offset from above and every answer from below, and
+        the offset is half-way between the closest bounds (Marzullo's intersection). Its error is at most half of their distance
+        plus the drift between them, which is half of the smallest round trip (Cristian 1989) or less.
         """
         forth, back = stamps[:, 1] - stamps[:, 0], stamps[:, 3] - stamps[:, 2]
         round_trips = forth + back
@@ -208,32 +207,31 @@ class Measurement:
 
 
 def measure(group: dist.ProcessGroup, clock: Callable[[], float], rounds: int) -> Measurement | None:
-    """Ask rank 0 for the time; return None on rank 0, which answers. Collective: no rank leaves before all have measured.
+    """Measure the offset to rank 0; return None on rank 0, which answers. Collective: all ranks return together.
 
-    On the gloo group of all ranks nothing else is under way; the clock tells seconds. Every rank asks ``rounds`` questions,
-    with many ranks fewer (640 in all, but 8 of each).
+    With many ranks, each makes fewer round trips (640 in total, but at least 8 of each).
 
     Raises:
-        RuntimeError: a rank is lost or says nothing within the group's timeout.
+        RuntimeError: a rank is lost or does not answer within the group's timeout.
     """
     rounds = min(rounds, max(_ALL_ROUNDS // (group.size() - 1), _LEAST_ROUNDS))
     if group.rank() == 0:
-        # in turns: every rank is answered up to a point, then every rank up to the next
+        # in stages: every rank is answered up to its next yield before the first one continues
         for _ in zip_longest(*(_answer(_Line(group, other), clock, rounds) for other in range(1, group.size()))):
             pass
         return None
     line, stamps = _Line(group, 0), np.empty((rounds, 4))
     with line.named():
-        line.round_trip(clock)  # answered when all are here and it is this rank's turn
+        line.round_trip(clock)  # answered when all ranks are here and it is this rank's turn
         for row in stamps:
             row[0], row[3] = line.round_trip(clock)
             row[1:3] = line.received
-        line.round_trip(clock)  # answered when all have measured: a rank that computed would disturb the others
+        line.round_trip(clock)  # answered when all have measured: a rank that computes would disturb the others
     return Measurement.from_stamps(stamps)
 
 
 def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[None]:
-    """Answer one rank; yields where it is the others' turn."""
+    """Answer one rank; yield where the other ranks take their turn."""
     with line.named():
         line.expect()
         line.hear()
@@ -243,7 +241,7 @@ def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[No
         for _ in range(rounds):
             line.hear()
             line.sent[0] = clock()
-            line.expect()  # before the answer, so that the next question finds a receive: gloo's sends wait for one
+            line.expect()  # before the answer, so that the next question finds a receive, which gloo's sends wait for
             line.sent[1] = clock()
             line.send().wait()
         yield
@@ -252,7 +250,7 @@ def _answer(line: _Line, clock: Callable[[], float], rounds: int) -> Iterator[No
 
 
 class _Line:
-    """Messages of two numbers to and from one rank, in memory that is there from the start."""
+    """Messages of two numbers to and from one rank, in preallocated memory."""
 
     def __init__(self, group: dist.ProcessGroup, other: int) -> None:
         self._group, self._other = group, other
@@ -280,11 +278,11 @@ class _Line:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """An error on this line says what the ranks were doing, and which of them."""
+        """Name the two ranks in errors of this line."""
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"clock alignment: rank {self._group.rank()} lost rank {self._other}, or heard nothing from it within the "
-                f"group's timeout (if rank {self._other} failed because of another rank, its own error names that one): {error}"
+                f"clock alignment: rank {self._group.rank()} lost rank {self._other}, or waited for it longer than the group's "
+                f"timeout. If rank {self._other} failed because of another rank, its own error names that rank: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Cut a step into intervals without overlap, each of one kind, and split its wall time by what it went to."""
+"""Cut a step into intervals without overlap, each of one kind, and divide its wall time into parts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SECTIONS = {
     **dict.fromkeys(combinations_with_replacement(reversed(COMPUTE), 2), "between optimizers"),
     **dict.fromkeys(product(COMPUTE, ("", "data")), "hooks after the step"),
 }
-"""The section of the loop or its hooks that runs between two stages. A gap elsewhere, as in a loop that skips a stage,
-is unexplained: calling all the rest overhead, so that the sum fits, would never show that something is missed."""
+"""The section of the loop or its hooks between two stages. Other gaps, as in a loop that skips a stage, are unexplained. If
+they counted as overhead, a missing span would never show."""
 
 
 class Arrival(NamedTuple):
-    """The rank that arrived last at an exchange, and when."""
+    """The last rank that arrived at an exchange, and its time."""
 
     seconds: float
     rank: int
 
 
 def arrivals_of(step: ResolvedStep) -> dict[str, float]:
-    """Return when a rank arrived at each collective of its step, by key."""
+    """Return the arrival of a rank at each collective of its step, by key."""
     return {collective.key: collective.arrive for collective in step.collectives}
 
 
@@ -53,37 +53,37 @@ def last_arrivals(ranks: Iterable[Mapping[str, float]]) -> dict[str, Arrival]:
 
 
 def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
-    """Cut a step from start to end. Of spans and waits that overlap, the one that began last counts; a pause goes before all.
+    """Return the step as intervals from its start to its end. Among overlapping spans and waits, a pause or the latest counts.
 
-    ``last`` is when the last rank arrived at each of its collectives: a wait is straggler wait until then, transfer afterwards.
-    None leaves waits undivided.
+    ``last`` has the last arrival at each collective: a wait is straggler wait until then and transfer afterwards. With None,
+    waits are not divided.
     """
     stages = [span for span in step.spans if span.end > span.start]
-    # a wait is named by its place for now: collectives of one name are waits of their own
+    # named by the index, because collectives of the same name have separate waits
     waits = [Interval("wait", str(k), c.start, c.end) for k, c in enumerate(step.collectives) if c.end > c.start]
     return _explain_gaps([part for cut in _cut([*stages, *waits], step.start, step.end) for part in _divide(cut, step, last)])
 
 
 def wall_of(step: ResolvedStep) -> float:
-    """Return the seconds of a step without pauses, which may lie inside each other: validation may save a checkpoint."""
+    """Return the seconds of a step without pauses. Pauses may be nested, because validation may save a checkpoint."""
     pauses = _merged((max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.kind == "pause")
     return step.end - step.start - sum(end - start for start, end in pauses)
 
 
 def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable[Interval]) -> float:
-    """Return the time of compute while at least one of the exchanges, each from start to end, was under way."""
+    """Return the time of compute during which at least one of the exchanges (start, end) ran."""
     merged = _merged(exchanges)
     busy = [interval for interval in intervals if interval.kind in COMPUTE] if merged else ()
     return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in merged for i in busy)
 
 
 def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, float]]:
-    """Return when each exchange was under way beside other things, but for those that the rank waited for at once."""
+    """Return start and end of the exchanges that ran beside other work, without those that the rank waited for at once."""
     return [(one.arrive, one.done) for one in exchanges if one.end == one.start or one.start - one.arrive > _AT_ONCE]
 
 
 def _merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return when at least one of the periods lasts."""
+    """Return the union of the periods."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(periods):
         if merged and start <= merged[-1][1]:
@@ -94,7 +94,6 @@ def _merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:
-    """Divide a wait at the moment the last rank arrived."""
     if interval.kind != "wait":
         return [interval]
     index, start, end = int(interval.name), interval.start, interval.end
@@ -126,7 +125,7 @@ def _cut(intervals: list[Interval], start: float, end: float) -> list[Interval]:
 
 
 def _explain_gaps(intervals: list[Interval]) -> list[Interval]:
-    """Give every gap the section of the host that runs between the stages around it; waits and pauses are no stages."""
+    """Name every gap by the section of the host between the stages around it; waits and pauses are no stages."""
     stages = [interval.kind if interval.kind == "data" or interval.kind in COMPUTE else "" for interval in intervals]
 
     def newest(stages: Iterable[str]) -> list[str]:
@@ -144,10 +143,10 @@ def _explain_gaps(intervals: list[Interval]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Seconds of one rank's step. All but ``wall`` and ``hidden`` add up to ``wall``; ``unexplained`` is what is left over.
+    """The parts of one rank's step in seconds. All except ``wall`` and ``hidden`` add up to ``wall``.
 
-    ``wait`` is exposed communication that could not be divided into straggler wait and transfer; ``hidden`` is the time of
-    compute behind which an exchange was under way, those left out of which no more than a bound is known.
+    ``wait`` is exposed communication that could not be divided into straggler wait and transfer, and ``unexplained`` is the
+    remainder. ``hidden`` is the time of compute during which an exchange ran, without exchanges that only have a bound.
     """
 
     wall: float
@@ -164,7 +163,7 @@ class StepBreakdown:
 
     @property
     def compute(self) -> float:
-        """Seconds of forward, backward and optimizer."""
+        """The seconds of forward, backward and optimizer."""
         return self.forward + self.backward + self.optimizer
 
 
@@ -178,10 +177,10 @@ def attribute(step: ResolvedStep, last: Sequence[float] | None, intervals: Seque
     """Return the breakdown of one rank's step.
 
     Args:
-        step: of one rank.
-        last: when the last rank arrived at each of the step's collectives. While a rank waits for a collective, the time until
-            then is straggler wait, the rest transfer; None leaves waits undivided.
-        intervals: of the step, if they are known already.
+        step: step of one rank.
+        last: last arrival at each of the step's collectives. A wait is straggler wait until then and transfer afterwards. With
+            None, waits are not divided.
+        intervals: intervals of the step, if they are already known.
     """
     cut = intervals_of(step, last) if intervals is None else intervals
     seconds: dict[str, float] = defaultdict(float)
@@ -189,7 +188,7 @@ def attribute(step: ResolvedStep, last: Sequence[float] | None, intervals: Seque
         seconds[_PART_OF_KIND.get(interval.kind, interval.kind)] += interval.end - interval.start
     wall = step.end - step.start - seconds["pause"]
     known = {name: seconds[name] for name in ADDENDS if name != "unexplained"}
-    rest = wall - sum(known.values())  # not the unexplained intervals' sum, so that the parts add up to the last digit
+    rest = wall - sum(known.values())  # not the sum of intervals, so that the parts add up exactly
     beside = [one for one in (*step.collectives, *step.hidden) if not one.at_most]
     hidden = hidden_seconds(times_beside(beside), cut)
     return StepBreakdown(wall, **known, unexplained=rest, hidden=hidden)
@@ -207,7 +206,7 @@ def as_array(steps: Sequence[StepBreakdown]) -> NDArray[np.float64]:
 
 
 def column(breakdown: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-    """Return one part of such an array, or the sum ``"compute"``; its last axis is gone."""
+    """Return one part of such an array, or the sum ``"compute"``, without the last axis."""
     if name == "compute":
         first = PART_NAMES.index(COMPUTE[0])
         return breakdown[..., first : first + len(COMPUTE)].sum(axis=-1)

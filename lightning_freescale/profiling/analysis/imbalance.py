@@ -1,4 +1,4 @@
-"""Imbalance of compute: as the steps were planned, and what caused the measured one."""
+"""The planned imbalance of compute, and the causes of the measured imbalance."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _OF_MEDIAN = 1.2533  # standard error of a median / that of a mean
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Imbalance, max over ranks / mean, that a step was planned to have.
+    """The planned imbalance (maximum over ranks / mean) of a step.
 
     Attributes:
-        unbalanced: of compute, had the samples stayed as drawn.
-        balanced: of compute, as they were assigned; None if they did stay as drawn.
-        lower_bound: what no assignment can beat.
-        tokens_unbalanced, tokens_balanced: the same of tokens; None if unknown.
-        tokens_fullest: tokens of the rank that has most / what it may hold; None if there is no limit.
-        fitted: the costs, or what a rank's step takes besides its samples, were fitted to measured times; else the costs are as
-            they were given, and nothing is beside them.
-        padding: share of the computed tokens that is padding; None if batches are not padded, or if that is not known.
+        unbalanced: imbalance of compute for the samples as drawn.
+        balanced: imbalance of compute for the samples as assigned; None if they stay as drawn.
+        lower_bound: lower bound for any assignment.
+        tokens_unbalanced: imbalance of tokens for the samples as drawn; None if unknown.
+        tokens_balanced: imbalance of tokens for the samples as assigned; None if unknown.
+        tokens_fullest: largest number of tokens of a rank / its limit; None without a limit.
+        fitted: True if the costs, or the constant time of a rank's step, were fitted to measured times.
+        padding: share of the computed tokens that is padding; None if batches are not padded, or if it is unknown.
         padded: ``"fixed"`` (to one length), ``"batch"`` (to the longest sample), or ``"batch, planned"`` (the plan counts the
-            padding); None as ``padding``.
+            padding); None like ``padding``.
     """
 
     unbalanced: float
@@ -47,14 +47,14 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlannedBalance:
-    """The planned balance of all steps: means, weighted by the steps' compute, and the largest ``tokens_fullest``.
+    """The planned balance of all steps: means weighted by the steps' compute, and the largest ``tokens_fullest``.
 
     Attributes:
-        gap: how far ``balanced`` is above ``lower_bound``, as a share of it; None if the samples stayed as drawn.
-        fitted_steps: in how many the costs were fitted.
-        steps: how many there are.
-        padding: of the steps in which it is known.
-        padded: of the last one of them.
+        gap: ``balanced`` / ``lower_bound`` - 1; None if the samples stayed as drawn.
+        fitted_steps: number of steps with fitted costs.
+        steps: number of steps.
+        padding: mean over the steps with known padding.
+        padded: kind of padding of the last of these steps.
     """
 
     unbalanced: float
@@ -71,12 +71,12 @@ class PlannedBalance:
 
     @property
     def costs(self) -> str:
-        """By which costs the steps were planned, in words."""
+        """The origin of the costs in the plan, as text."""
         return costs_in_words(self.fitted_steps, self.steps)
 
 
 def costs_in_words(fitted: int, steps: int) -> str:
-    """Return by which costs ``steps`` were planned, if those of ``fitted`` of them were fitted to measured times."""
+    """Return the origin of the costs of ``steps`` steps, ``fitted`` of them with costs fitted to measured times."""
     if fitted in (0, steps):
         return "costs fitted to measured times" if fitted else "the costs as given"
     given = steps - fitted
@@ -84,12 +84,7 @@ def costs_in_words(fitted: int, steps: int) -> str:
 
 
 def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> PlannedBalance | None:
-    """Sum up; None if the plan of a step is not known.
-
-    Args:
-        plans: of the steps.
-        compute: seconds of each step on each rank, shape ``[steps, ranks]``.
-    """
+    """Summarize the plans of the steps; return None if one is unknown. ``compute`` has seconds, shape ``[steps, ranks]``."""
     known = [plan for plan in plans if plan is not None]
     if len(known) < len(plans) or not known:
         return None
@@ -112,7 +107,7 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> Pla
         unbalanced,
         balanced,
         bound,
-        gap=None if balanced is None else max(0.0, balanced / bound - 1),  # rounding alone may take it below
+        gap=None if balanced is None else max(0.0, balanced / bound - 1),  # rounding may make it negative
         tokens_unbalanced=mean_if_known("tokens_unbalanced"),
         tokens_balanced=mean_if_known("tokens_balanced"),
         tokens_fullest=max(fullest) if fullest else None,
@@ -125,16 +120,16 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> Pla
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Seconds per step of max over ranks of compute - mean, by cause; the three add up.
+    """The imbalance of compute (maximum over ranks - mean) in seconds per step, divided by cause.
 
     Attributes:
-        method: what tells the causes apart, see :func:`split_imbalance`.
-        data: what equally fast ranks would have with these samples.
-        hardware: what the ranks' slowness adds to that; less than 0 where slow ranks were given less work.
-        jitter: the rest.
-        scores: slowness of each rank: its compute / what explains it, relative to the lower median rank.
-        slow: ranks with a score above 1.1 that is clearly outside the spread of the others' scores, and of its own.
-        residual: median relative error of what ``data`` and ``hardware`` rest on.
+        method: method of the division, see :func:`split_imbalance`.
+        data: imbalance of equally fast ranks with these samples.
+        hardware: imbalance that slow ranks add; negative if slow ranks received less work.
+        jitter: remainder.
+        scores: slowness of each rank: its compute / the explained compute, relative to the lower median rank.
+        slow: ranks with a score above 1.1 that is clearly outside the spread of the other scores and of its own.
+        residual: median relative error of the explained compute.
     """
 
     method: Literal["cost model", "ranks"]
@@ -147,17 +142,17 @@ class Imbalance:
 
 
 def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: Floats | None = None) -> Imbalance:
-    """Split the imbalance of measured compute.
+    """Divide the imbalance of the measured compute by cause.
 
-    With a cost model (``expected`` and ``slowness``) a rank is slow if it takes longer than its samples explain, whatever it
-    draws. Without one, compute is split into an effect of the step times one of the rank (medians, so single steps do not
-    matter): what persists counts as hardware, what does not as jitter, and data as 0. That cannot know the cause: a rank that
-    always draws longer histories passes for slow, and what changing histories cause is in ``jitter``.
+    With a cost model (``expected`` and ``slowness``), a rank is slow if it takes longer than its samples explain. Without one,
+    compute is the product of an effect of the step and an effect of the rank (medians, so single steps have no influence).
+    Then persistent differences count as hardware, the others as jitter, and ``data`` is 0. A rank that always draws longer
+    histories counts as slow in this case.
 
     Args:
-        compute: seconds of each step on each rank, shape ``[steps, ranks]``.
-        expected: seconds that its samples should take on the lower median rank, same shape.
-        slowness: of each rank relative to that, shape ``[ranks]``.
+        compute: seconds, shape ``[steps, ranks]``.
+        expected: seconds of the samples on the lower median rank, same shape.
+        slowness: factor of each rank, shape ``[ranks]``.
     """
     method: Literal["cost model", "ranks"] = "cost model"
     if expected is None or slowness is None:
@@ -179,7 +174,7 @@ def _excess(seconds: Floats) -> float:
 
 
 def _is_slow(rank: int, scores: Floats, error: Floats) -> bool:
-    """Medians on both sides: up to half of the other ranks may be slow, too, and single steps do not matter."""
+    """Compare medians, so that up to half of the other ranks may be slow, too, and single steps have no influence."""
     others = np.delete(scores, rank)
     mine = error[:, rank][np.isfinite(error[:, rank])]
     if not len(others) or not len(mine) or scores[rank] <= _SLOW:
@@ -190,7 +185,7 @@ def _is_slow(rank: int, scores: Floats, error: Floats) -> bool:
 
 
 def _steps_and_ranks(compute: Floats) -> tuple[Floats, Floats]:
-    """The step's effect, shape ``[steps, 1]``, and each rank's relative to the lower median rank: Tukey's median polish."""
+    """Return the effects of the steps and of the ranks, relative to the lower median rank (Tukey's median polish)."""
     logs = np.log(np.maximum(compute, 1e-12))
     ranks = np.zeros(compute.shape[1])
     for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""One rank's steps in numbers, to be compared with those of the other ranks."""
+"""Summaries of one rank's steps, for the comparison with the other ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COLUMNS = ("compute", "data", "other", "pause", "ahead", "transfer")
 Floats = NDArray[np.float64]
 _KINDS = {**dict.fromkeys(COMPUTE, 0), "data": 1, "pause": 3}
 _TOGETHER = 1e-3
-"""Seconds between waits that follow each other as fast as a loop over them does, on a machine that is busy."""
+"""Largest time between two waits of a loop over messages, on a busy machine, in seconds."""
 
 
 @dataclass
 class ExchangeSums:
-    """Sums over all exchanges of one name on one rank: seconds, bytes, and how often this rank came last.
+    """Sums over all exchanges of one name on one rank: seconds, bytes, and ``last``, how often this rank arrived last.
 
-    ``unknown`` counts those whose bytes are unknown.
+    ``unknown`` counts the exchanges whose bytes are unknown.
     """
 
     count: int = 0
@@ -45,18 +45,18 @@ class ExchangeSums:
     last: int = 0
 
     def include(self, other: ExchangeSums) -> None:
-        """Add the sums of further exchanges."""
+        """Add the sums of other exchanges."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
 class RankWindow:
-    """Some consecutive steps of one rank.
+    """Consecutive steps of one rank.
 
-    ``breakdown`` has shape ``[steps, len(PART_NAMES)]``; ``steps`` (their numbers), ``samples``, ``features`` and ``predicted``
-    (see :class:`StepRecord`) and ``segments`` have one entry a step. ``host`` is seconds of host overhead by section;
-    ``memory`` is what the rank held when the window was exchanged, None if it was not read.
+    ``breakdown`` has shape ``[steps, len(PART_NAMES)]``. ``steps`` (their numbers), ``samples``, ``features`` and ``predicted``
+    (see :class:`StepRecord`) and ``segments`` have one entry per step. ``host`` has the seconds of host overhead by section,
+    ``memory`` the memory at the time of the exchange, None if unknown.
     """
 
     steps: list[int]
@@ -70,14 +70,14 @@ class RankWindow:
     memory: MemoryReading | None = None
 
     def as_lists(self) -> dict[str, Any]:
-        """Return the window as a rank sends it to rank 0."""
+        """Return the window in the form that is sent to rank 0."""
         segments = [(each.start, each.end, each.keys, each.seconds.tolist()) for each in self.segments]
         exchanges = {name: vars(sums) for name, sums in self.exchanges.items()}
         return {**vars(self), "breakdown": self.breakdown.tolist(), "segments": segments, "exchanges": exchanges}
 
     @classmethod
     def from_lists(cls, values: Mapping[str, Any]) -> RankWindow:
-        """Return the window that a rank sent by :meth:`as_lists`."""
+        """Return the window from the form of :meth:`as_lists`."""
         segments = [
             RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in values["segments"]
         ]
@@ -97,10 +97,10 @@ def window_of(
     alone: bool = False,
     divided: bool = True,
 ) -> RankWindow:
-    """Return what one rank's steps amount to.
+    """Return the window of one rank's steps.
 
-    ``last`` is when the last rank arrived at each of their collectives, ``divided`` whether that is known well enough to divide
-    waits by it, and to say who came last. ``alone`` if nothing is known of the other ranks.
+    ``last`` has the last arrival at each collective. ``divided`` is True if the arrivals are certain enough to divide waits and
+    to name the last rank. ``alone`` is True if nothing is known about the other ranks.
     """
     cut = [intervals_of(step, moments if divided else None) for step, moments in zip(steps, last)]
     window = RankWindow(
@@ -136,7 +136,6 @@ def _add_exchange(
 
 
 def _add_intervals(window: RankWindow, intervals: Sequence[Interval]) -> None:
-    """Add the waits to their exchanges, and the host's time to its sections."""
     for kind, name, start, end in intervals:
         if kind in WAITS:
             sums = window.exchanges.setdefault(name, ExchangeSums())
@@ -147,16 +146,16 @@ def _add_intervals(window: RankWindow, intervals: Sequence[Interval]) -> None:
 
 @dataclass(frozen=True)
 class RankSegments:
-    """One rank's step.
+    """One rank's step, divided at the collectives that the rank waited for.
 
     Attributes:
-        start: when the step began, on rank 0's clock, pauses included.
-        end: when it ended.
-        keys: of the collectives this rank waited for, in that order.
-        seconds: shape ``[collectives + 1, len(COLUMNS)]``. Before it is held up by a collective the rank spends ``compute``,
-            ``data`` (waiting for data), ``other`` and ``pause`` seconds since it was held up before; it had done its part
-            ``ahead`` seconds before that; the exchange is over ``transfer`` seconds after its last rank has arrived, less
-            than zero where the ranks' clocks disagree. The last row is what follows the last collective.
+        start: start of the step on rank 0's clock, pauses included.
+        end: end of the step.
+        keys: keys of the collectives, in the order of the waits.
+        seconds: shape ``[collectives + 1, len(COLUMNS)]``. A row has the ``compute``, ``data`` (wait for data), ``other`` and
+            ``pause`` seconds between the collective before and this one. The rank arrived ``ahead`` seconds before the end of
+            this time. The exchange ended ``transfer`` seconds after the last arrival, negative if the clocks disagree. The last
+            row follows the last collective.
     """
 
     start: float
@@ -166,10 +165,10 @@ class RankSegments:
 
 
 def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[Interval]) -> RankSegments:
-    """Return one rank's step as segments; ``last`` is when the last rank arrived at each collective.
+    """Return one rank's step as segments; ``last`` has the last arrival at each collective.
 
-    What a rank does while it waits is its own time, as if it had begun to wait afterwards. The time from the end of an
-    exchange to the moment at which the rank goes on is ``other`` of the next segment.
+    Work during a wait counts as if the wait had begun after it. The time between the end of an exchange and the continuation of
+    the rank is ``other`` of the next segment.
     """
     order = _in_order(step.collectives)
     collectives = [step.collectives[k] for k in order]
@@ -186,10 +185,10 @@ def segments_of(step: ResolvedStep, last: Sequence[float], intervals: Sequence[I
 
 
 def _in_order(collectives: Sequence[ResolvedCollective]) -> list[int]:
-    """Return the order in which a rank is held up: that of its waits, but for messages that it waits for together.
+    """Return the order of the waits, with messages that are waited for together in the order of their keys.
 
-    Of these, all under way before the first wait, one rank waits for the sent one first and the other for the received one,
-    which is the same one; in the order of their keys both agree.
+    These messages were pending before the first wait. One rank may wait for the sent message first and the other rank for the
+    received one, so only the order of the keys is the same on both.
     """
     order: list[int] = []
     together: list[int] = []
@@ -208,7 +207,7 @@ def _in_order(collectives: Sequence[ResolvedCollective]) -> list[int]:
 
 
 def _work(intervals: Sequence[Interval], bounds: Floats) -> Floats:
-    """Return seconds of each kind of work between one bound and the next, shape ``[len(bounds) - 1, 4]``."""
+    """Return the seconds of each kind of work between consecutive bounds, shape ``[len(bounds) - 1, 4]``."""
     work = [interval for interval in intervals if interval.kind not in WAITS]
     starts = np.array([interval.start for interval in work])
     ends = np.array([interval.end for interval in work])

@@ -1,6 +1,6 @@
-"""The measured steps once more, with some of their durations altered.
+"""Replay the measured steps with altered durations.
 
-The clocks of all ranks go through a schedule: each goes on when its own work and the exchange are done, whichever is later.
+The clocks of all ranks pass through a schedule. Each clock continues after the rank's own work and after the exchange.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from lightning_freescale.profiling.analysis.rank_window import COLUMNS, RankSegm
 Floats = NDArray[np.float64]
 _TRANSFER = COLUMNS.index("transfer")
 _SEAM = 1e-6
-"""Seconds between two steps that count as a gap."""
+"""Smallest gap between two steps, in seconds."""
 _WAITED = 0.05
-"""A data wait of this share of a mean step is one for the loader's workers; taking over a batch that is there is shorter."""
+"""Share of a mean step above which a data wait is a wait for the loader's workers, and not the transfer of a ready batch."""
 _LEAST_WAITS = 30
-"""Fewer do not show whether they depend on when a rank asks."""
+"""Number of waits needed to decide whether they depend on the time of the request."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Many steps of many ranks as one table.
+    """The steps of all ranks as one table.
 
-    Rows are collectives and, after those of each step, what follows its last one. A rank that has no part in it passes.
+    A step has one row for each collective and one for the time after the last collective.
 
     Attributes:
-        seconds: of a row's segments, see :class:`RankSegments`; shape ``[rows, ranks, len(COLUMNS)]``; ``transfer`` is minus
-            infinity for ranks without a part.
-        steps: which of the steps given are in it.
-        first: the first row of each of these.
-        starts: when they began, shape ``[steps, ranks]``.
-        walls: how long they took, without pauses, same shape.
-        seams: of which of them the clocks must be read anew, because they do not follow the step before at once.
-        left_out: steps whose ranks waited for their collectives in orders that cannot be reconciled.
+        seconds: durations of the rows, see :class:`RankSegments`, shape ``[rows, ranks, len(COLUMNS)]``. ``transfer`` is minus
+            infinity for ranks that do not take part.
+        steps: indices of the included steps.
+        first: first row of each step.
+        starts: starts of the steps, shape ``[steps, ranks]``.
+        walls: wall times of the steps without pauses, same shape.
+        seams: True for steps that do not directly follow the step before, so that the clocks restart.
+        left_out: number of steps whose ranks waited in orders that contradict each other.
     """
 
     seconds: Floats
@@ -51,7 +51,7 @@ class Schedule:
 
     @classmethod
     def from_steps(cls, steps: Sequence[Sequence[RankSegments]]) -> Schedule:
-        """Put steps into one table, from one :class:`RankSegments` per rank for every step."""
+        """Return the schedule of steps with one :class:`RankSegments` per rank."""
         tables = {k: table for k, step in enumerate(steps) if (table := _step_table(step)) is not None}
         kept, seconds = list(tables), list(tables.values())
         starts = np.array([[rank.start for rank in steps[k]] for k in kept])
@@ -65,25 +65,25 @@ class Schedule:
         return cls(table, np.array(kept, dtype=np.intp), first, starts, ends - starts - pauses, seams, len(steps) - len(kept))
 
     def column(self, name: str) -> Floats:
-        """Return one of ``COLUMNS``, shape ``[rows, ranks]``."""
+        """Return a column of ``COLUMNS``, shape ``[rows, ranks]``."""
         return self.seconds[..., COLUMNS.index(name)]
 
     def per_step(self, rows: Floats) -> Floats:
-        """Return sums over the rows of each step, shape ``[steps, ranks]``."""
+        """Return the sums over the rows of each step, shape ``[steps, ranks]``."""
         return np.add.reduceat(rows, self.first, axis=0)
 
     def per_row(self, steps: Floats) -> Floats:
-        """Return each step's values for all of its rows."""
+        """Repeat the values of each step for all of its rows."""
         return np.repeat(steps, np.diff(np.append(self.first, len(self.seconds))), axis=0)
 
 
 def _step_table(step: Sequence[RankSegments]) -> Floats | None:
-    """Return a step's rows; None if there is no order of the collectives that every rank kept."""
+    """Return a step's rows; None if no order of the collectives agrees with every rank."""
     order = _common_order([rank.keys for rank in step])
     if order is None:
         return None
     if all(len(rank.keys) == len(order) and list(rank.keys) == order for rank in step):
-        table = np.stack([rank.seconds for rank in step], axis=1)  # as almost always, and ten times as fast
+        table = np.stack([rank.seconds for rank in step], axis=1)  # the usual case, and ten times as fast
     else:
         row = {key: at for at, key in enumerate(order)}
         table = np.zeros((len(order) + 1, len(step), len(COLUMNS)))
@@ -109,7 +109,7 @@ def _common_order(ranks: Sequence[Sequence[str]]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class RankClocks:
-    """When each rank begins a row, when its own work in it is done, and when it ends it; shape ``[rows, ranks]`` each."""
+    """The begin of each row, the end of the rank's own work in it, and the end of the row; each of shape ``[rows, ranks]``."""
 
     begin: Floats
     ready: Floats
@@ -117,16 +117,16 @@ class RankClocks:
 
     @property
     def elapsed(self) -> Floats:
-        """Seconds of each row, of shape ``[rows, ranks]``."""
+        """The duration of each row, shape ``[rows, ranks]``."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class ArrivalPoints:
-    """The moments ranks arrived, as points of their own work: they move with what comes before, not with what comes after.
+    """The arrivals as points in the ranks' own work, which move with the work before them.
 
-    A point lies in ``row``, after the ``share`` of the work there and ``after`` seconds more (the rank was waiting then), but
-    not after the row's end. ``own`` says of which rows this is the row itself, without a wait.
+    A point lies in ``row``, after the ``share`` of the work of that row and ``after`` more seconds, during which the rank
+    waited, but not after the end of the row. ``own`` is True for rows whose points lie in the row itself, without a wait.
     """
 
     row: NDArray[np.intp]
@@ -136,10 +136,7 @@ class ArrivalPoints:
 
     @classmethod
     def from_clocks(cls, clocks: RankClocks, ahead: Floats, restarts: NDArray[np.intp]) -> ArrivalPoints:
-        """Find where each rank was ``ahead`` seconds before it was ready.
-
-        What came before the clocks were last set, at ``restarts``, keeps its distance to that.
-        """
+        """Return the points ``ahead`` seconds before each rank was ready. They do not pass the last of the ``restarts``."""
         arrived = clocks.ready - ahead
         rows = np.arange(len(ahead))
         row = np.repeat(rows[:, None], ahead.shape[1], axis=1)
@@ -158,11 +155,11 @@ class ArrivalPoints:
 
 @dataclass(frozen=True)
 class BatchMoments:
-    """When batches were there that loader workers make beside compute, as far as a rank waited for them.
+    """The times at which batches of loader workers were ready, if a rank waited for them. All of shape ``[rows, ranks]``.
 
-    Workers begin a batch when one is taken that makes room for it, and go on whatever the rank does. So it is there ``lag``
-    seconds after that of row ``source`` was taken, or at the moment ``lag`` where ``source`` is -1. A rank takes its batch at
-    the beginning of a row; ``waited`` says where it waited for one. All of shape ``[rows, ranks]``.
+    Workers start a batch when another one is taken, independently of the rank's work. So a batch is ready ``lag`` seconds after
+    the batch of row ``source`` was taken, or at the time ``lag`` if ``source`` is -1. A rank takes its batch at the beginning
+    of a row; ``waited`` is True where it waited.
     """
 
     waited: NDArray[np.bool_]
@@ -171,7 +168,7 @@ class BatchMoments:
 
     @classmethod
     def from_clocks(cls, clocks: RankClocks, schedule: Schedule, restarts: NDArray[np.intp], prefetched: int) -> BatchMoments:
-        """Find what was waited for; moments before the clocks were last set, at ``restarts``, are measured ones."""
+        """Return the batches that ranks waited for. Times before the last of the ``restarts`` are as measured."""
         data, ranks = schedule.column("data"), np.arange(clocks.begin.shape[1])
         waited, source = np.zeros(data.shape, dtype=bool), np.full(data.shape, -1, dtype=np.intp)
         # a step takes one batch, in the row with its longest wait
@@ -186,21 +183,21 @@ class BatchMoments:
         since = clocks.begin[row[1:], ranks] - taken[row[:-1], ranks]
         both = long[1:] & long[:-1] & (row[:-1] >= set_at[1:])
         if _last_as_long_whenever_asked(np.where(both, since, np.nan), data[row[1:], ranks], float(schedule.walls.mean())):
-            waited[:] = False  # a batch that is there, but takes long to be taken over
+            waited[:] = False  # the batches were ready, but slow to transfer
         return cls(waited, source, taken - before)
 
     def taken(self, at: int, begin: Floats, data: Floats, before: Floats) -> Floats:
-        """Return when ranks that begin row ``at`` have its batch; ``before`` is when they took those of the rows before."""
+        """Return the time at which ranks have the batch of row ``at``; ``before`` has the times of the earlier rows."""
         source = self.source[at]
         there = self.lag[at] + np.where(source >= 0, before[source, np.arange(len(source))], 0.0)
         return np.where(self.waited[at], np.maximum(begin, there), begin + data)
 
 
 def _last_as_long_whenever_asked(since: Floats, data: Floats, step: float) -> bool:
-    """Whether waits vary far less than the times at which a rank asks, as waits for a moment cannot.
+    """Return True if the waits vary much less than the times of the requests, which waits for a fixed time cannot.
 
-    ``since`` is when it asks, after it took the batch before; not a number unless it waited for both. Where that hardly varies
-    there is no telling, and waits are taken to be for a moment.
+    ``since`` is the time of a request after the batch before was taken; not a number unless the rank waited for both. If it
+    hardly varies, the waits count as waits for a fixed time.
     """
     known = np.isfinite(since)
     count = known.sum(axis=0)
@@ -223,9 +220,9 @@ def altered_clocks(
     data: Floats,
     batches: BatchMoments | None = None,
 ) -> RankClocks:
-    """Return the clocks with other durations; at ``restarts`` the clocks are set to the measured ones.
+    """Return the clocks with altered durations, which restart at the measured times of ``restarts``.
 
-    ``data`` is the part of ``work`` that waits for data; where ``batches`` are waited for it is as long as these take.
+    ``data`` is the part of ``work`` that waits for data. Waits for ``batches`` last until these are ready.
     """
     work, ranks = work.copy(), np.arange(work.shape[1])
     taken = np.empty_like(work)
@@ -249,7 +246,7 @@ def altered_clocks(
 
 
 def own_seconds(schedule: Schedule) -> Floats:
-    """Return what each rank does by itself in each row, pauses included."""
+    """Return the seconds of each rank's own work in each row, pauses included."""
     return np.sum([schedule.column(name) for name in ("compute", "data", "other", "pause")], axis=0)
 
 
@@ -274,28 +271,28 @@ def _play(
 
 
 class Replay:
-    """Plays steps of all ranks again.
+    """Replays the steps of all ranks.
 
-    A rank's clock takes at least the rank's own work, so no case but that without contention, which reduces compute, exceeds
-    its limit. Clocks are sums, maxima and minima of durations, so none is later when durations shrink, and speed-ups are at
-    least 1. Except where compute is evened out, which lengthens that of some ranks: it cannot hurt ranks that are alike in all
-    else (the time is convex in their compute), but if the rank that computes less waits longer for data, it can. It counts as 1
-    then, because it is optional.
+    A rank's clock takes at least the rank's own work, so only the case without contention, which reduces compute, exceeds the
+    limit. Clocks are sums, maxima and minima of durations, so shorter durations give speed-ups of at least 1. Equal compute is
+    an exception, because it lengthens the compute of some ranks. It cannot hurt ranks that are equal otherwise (the time is
+    convex in their compute), but it can if the rank that computes less waits longer for data. Then it counts as 1.
 
-    With ``prefetched`` batches, which loader workers make beside compute, a wait for data ends when the batch is there, however
-    early the rank asks: time saved elsewhere is waited for data then. Without, the rank makes its batches, which takes as long
-    as it took. How fast workers could be that no rank waited for is unknown.
+    With ``prefetched`` batches of loader workers, a wait for data ends when the batch is ready, so time saved elsewhere may be
+    spent waiting for data. Without workers, a batch takes the rank the measured time. The speed of workers that no rank waited
+    for is unknown.
 
-    An exchange whose end was not seen apart from the wait counts as lasting until then, which errs on the side of less gain.
+    An exchange whose end was not observed separately counts until the end of the wait, which underestimates the gain.
 
     Args:
-        steps: consecutive steps, for each one :class:`RankSegments` per rank.
-        prefetched: how many batches loader workers make ahead; 0 without workers, or if unknown.
+        steps: consecutive steps with one :class:`RankSegments` per rank.
+        prefetched: number of batches that loader workers prepare in advance; 0 without workers, or if unknown.
 
     Attributes:
-        error: how far the unaltered replay is from the measured wall times of the steps: mean distance / mean wall time.
-        left_out: steps that are not replayed, because their ranks waited for collectives in orders that cannot be reconciled.
-        unseen: there are workers, and most batches were there before they were asked for.
+        error: mean deviation of the unaltered replay from the measured wall times / mean wall time.
+        left_out: number of steps that are not replayed, because their ranks waited in orders that contradict each other.
+        unseen: True if there are workers, and most batches were ready before a rank asked for them.
+        compute: seconds of each step on each rank, shape ``[steps, ranks]``.
     """
 
     def __init__(self, steps: Sequence[Sequence[RankSegments]], prefetched: int = 0) -> None:
@@ -311,8 +308,8 @@ class Replay:
         walls = schedule.per_step(self._measured.elapsed - pauses)
         self.error = float(np.abs(walls - schedule.walls).sum() / schedule.walls.sum())
         self._wall = float(walls.sum())
-        # the clocks are set to the measured ones after a gap between steps and where all ranks pause: what ranks do there
-        # brings them together in its own way
+        # the clocks restart at the measured times after a gap between steps and in a common pause, because the work there
+        # synchronizes the ranks in a way that is not recorded
         together = np.flatnonzero((pauses > 0).all(axis=1))
         self._restarts = np.union1d(seams, together)
         self._arrivals = ArrivalPoints.from_clocks(self._measured, ahead, self._restarts)
@@ -320,16 +317,15 @@ class Replay:
         if self._batches is not None:
             self.unseen = bool(self._batches.waited.sum() < walls.size / 2)
         self.compute = schedule.per_step(schedule.column("compute"))
-        """Seconds of each step on each rank, shape ``[steps, ranks]``."""
 
     def speed_up(self, compute: Floats | None = None, overlap: bool = False, data: bool = True, host: bool = True) -> float:
-        """Return time of the run / time of the run as altered.
+        """Return the time of the run / the time of the altered run.
 
         Args:
-            compute: seconds of each step on each rank instead of the measured ones, shape ``[steps, ranks]``.
-            overlap: exchanges cost nothing, as far as the compute of the rank's step can hide them.
-            data: ranks wait for data.
-            host: there is host overhead, and time that nothing explains.
+            compute: seconds of each step on each rank in place of the measured ones, shape ``[steps, ranks]``.
+            overlap: compute hides exchanges as far as the compute of the rank's step allows.
+            data: False removes waits for data.
+            host: False removes host overhead and unexplained time.
         """
         schedule = self.schedule
         before = schedule.column("compute")
@@ -346,11 +342,11 @@ class Replay:
         return self._wall / float((clocks.elapsed - schedule.column("pause")).sum())
 
     def limit(self, compute: Floats) -> float:
-        """Return time of the run / time of nothing but ``compute``."""
+        """Return the time of the run / the time of ``compute`` alone."""
         return self._wall / float(compute.sum())
 
     def _spread(self, compute: Floats) -> Floats:
-        """Over a step's rows as the measured compute is; a rank that had none computes at the end."""
+        """Distribute compute over a step's rows like the measured compute; a rank without any computes at the end."""
         some = self.compute > 0
         factors = np.where(some, compute / np.where(some, self.compute, 1.0), 0.0)
         rows = self.schedule.column("compute") * self.schedule.per_row(factors)

@@ -1,4 +1,4 @@
-"""Estimate by replays of its steps how long a run would have taken without each cause of bubbles."""
+"""Estimate the duration of a run without each cause of bubbles, by replays of its steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lightning_freescale.profiling.analysis.replay import Replay
 Floats = NDArray[np.float64]
 _LEAST_STEPS = 10
 _COVERED, _WHOLLY_COVERED = 0.75, 0.98
-"""Shares of the compute, expected and measured, that exchanges may be beside: beside all, hidden seconds are compute."""
+"""Largest shares of the expected and the measured compute with exchanges: above, hidden seconds equal compute."""
 _HUBER, _REWEIGHTINGS = 1.345, 20
 _VARIES = 0.01
 _WORTH = 0.01
-"""Share of the compute below which exchanges beside it are not worth a figure."""
+"""Share of the compute below which exchanges beside it are ignored."""
 _WORTH_A_NOTE = 0.01
-"""Share of the time that the reader should know of."""
-_UNDIVIDED = "without aligned clocks nobody knows which waits were for stragglers"
-_PREDICTED = "predicted: compute is taken to be proportional to the computed tokens; the limit counts padding as lost, too"
+"""Share of the time above which a deviation gets a note."""
+_UNDIVIDED = "the clocks are not aligned, so waits for stragglers are unknown"
+_PREDICTED = "predicted for compute proportional to the computed tokens; the limit also counts padding as lost"
 
 
 @dataclass(frozen=True)
 class Contention:
-    """The effect of exchanges under way on compute.
+    """The effect of pending exchanges on compute.
 
     Attributes:
-        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if that is unknown.
-        error: its standard error; infinite without an estimate.
-        reason: why it is 0.
+        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if unknown.
+        error: standard error of ``share``; infinite without an estimate.
+        reason: reason why ``share`` is 0.
     """
 
     share: float
@@ -40,21 +40,21 @@ class Contention:
 
 
 def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Contention:
-    """Regression of compute on what it should take and on the hidden seconds, deaf to outliers (Huber 1964).
+    """Estimate the contention by a robust regression (Huber 1964) of compute on expected compute and hidden seconds.
 
-    Every rank has its own speed. Rank-steps whose compute exchanges cover are left out: how long they are hidden depends on
-    how long they compute. Without a cost model there is no telling: longer histories mean more compute and longer exchanges.
-    Inflation in proportion to the work is in ``expected`` already and not found, so the estimate is on the low side.
+    Every rank has its own speed. Steps of a rank whose compute is covered by exchanges are excluded, because their hidden time
+    depends on the compute. A cost model is required, because longer histories cause both more compute and longer exchanges.
+    Contention in proportion to the work is already in ``expected``, so the estimate is rather low.
 
     Args:
-        compute: seconds of each step on each rank, shape ``[steps, ranks]``.
-        hidden: seconds of it behind which an exchange was under way.
-        expected: seconds the work should take; None if no cost model says so.
+        compute: seconds, shape ``[steps, ranks]``.
+        hidden: seconds of compute during which an exchange ran, same shape.
+        expected: expected seconds of compute, same shape; None without a cost model.
     """
     if hidden.sum() <= _WORTH * compute.sum():
-        return Contention(0.0, math.inf, "hardly any exchange was under way beside compute")
+        return Contention(0.0, math.inf, "hardly any exchange ran beside compute")
     if expected is None:
-        return Contention(0.0, math.inf, "without a cost model, longer exchanges cannot be told from more work")
+        return Contention(0.0, math.inf, "longer exchanges cannot be distinguished from more work without a cost model")
     usable = (expected > 0) & (compute > 0)
     ratio = np.where(usable, compute / np.where(usable, expected, 1.0), np.nan)
     speeds = np.nanmedian(np.where(usable.any(axis=0), ratio, 1.0), axis=0)  # of each rank; 1 where nothing is known
@@ -62,22 +62,22 @@ def contention(compute: Floats, hidden: Floats, expected: Floats | None) -> Cont
     if usable.any(axis=1).sum() < _LEAST_STEPS:
         return Contention(0.0, math.inf, f"exchanges cover the compute in all but {usable.any(axis=1).sum()} steps")
     step, rank = np.nonzero(usable)
-    # relative to what is expected; the last column is a cost per step that the cost model missed
+    # relative to the expected compute; the last column is a constant cost per step that the cost model lacks
     columns = np.column_stack([hidden[usable], np.full(len(rank), np.median(expected[usable]))]) / expected[usable][:, None]
     share, error = _regress(compute[usable] / expected[usable], columns, step, rank)
     if math.isinf(error):
-        return Contention(0.0, error, "the exchanges beside compute are all alike")
+        return Contention(0.0, error, "all exchanges beside compute take the same time")
     if share >= 1:
-        return Contention(0.0, error, f"compute grows by more than the exchanges take ({share:.2f} times that)")
+        return Contention(0.0, error, f"compute grows by more than the time of the exchanges ({share:.2f} times)")
     if share < -2 * error:
-        return Contention(0.0, error, "compute beside exchanges took no longer than without them")
+        return Contention(0.0, error, "compute with exchanges took no longer than without")
     if share < 2 * error:
         return Contention(0.0, error, f"within the noise: {share:.3f} with a standard error of {error:.3f}")
     return Contention(share, error)
 
 
 def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[np.intp]) -> tuple[float, float]:
-    """Return the coefficient of the first column and its standard error, allowing for noise that a step's ranks share."""
+    """Return the coefficient of the first column and its standard error, with noise that the ranks of a step share."""
     weight = np.ones(len(y))
     for _ in range(_REWEIGHTINGS):
         x, centred = _within(columns, weight, rank), _within(y[:, None], weight, rank)[:, 0]
@@ -96,7 +96,7 @@ def _regress(y: Floats, columns: Floats, step: NDArray[np.intp], rank: NDArray[n
 
 
 def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
-    """Return the values less the weighted mean of their rank."""
+    """Return the values minus the weighted mean of their rank."""
     total = np.bincount(rank, weight)
     means = [np.bincount(rank, weight * column) / np.where(total > 0, total, 1.0) for column in values.T]
     return values - np.stack([mean[rank] for mean in means], axis=1)
@@ -104,14 +104,14 @@ def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """How much faster the run would be.
+    """The speed-up of a run without one cause of bubbles.
 
     Attributes:
-        name: without what.
-        speed_up: time of the run / time of the run without it, at least 1; None if it is left out, ``note`` says why.
-        limit: what no change of this kind can exceed, 1 / (1 - bubble); without contention or padding, the compute of
-            these counts as lost, too; None if it is left out.
-        note: what the reader should know of the figure.
+        name: name of the case.
+        speed_up: time of the run / time without the cause, at least 1; None if it is left out for the reason in ``note``.
+        limit: largest possible speed-up, 1 / (1 - bubble). For contention and padding, it also counts their compute as lost.
+            None if it is left out.
+        note: remark on the value.
     """
 
     name: str
@@ -129,17 +129,16 @@ def what_if(
     expected: Floats | None = None,
     padding: float | None = None,
 ) -> tuple[WhatIf, ...]:
-    """Return how much faster the steps would be without each kind of bubble; nothing if no rank computes in them.
+    """Return the speed-ups without each kind of bubble; nothing if no rank computes.
 
     Args:
-        replay: of the steps.
-        contention: what exchanges under way do to compute; left out if not given.
-        hidden: seconds of compute behind which an exchange was under way, shape ``[steps, ranks]``, of the steps that are left
-            out of the replay, too; needed with contention.
-        expected: seconds that each rank's samples should take, as ``hidden``; without them, or a divided wait, what equal
-            histories alone would bring is left out.
-        padding: share of the computed tokens that is padding; left out if not given.
-        divided: whether all waits could be divided into straggler wait and transfer; if not, balance and overlap are left out.
+        replay: replay of the steps.
+        contention: effect of pending exchanges on compute; without it, the case is left out.
+        hidden: seconds of compute during which an exchange ran, shape ``[steps, ranks]``, also of steps that the replay leaves
+            out; required with ``contention``.
+        divided: True if all waits are divided into straggler wait and transfer; otherwise balance and overlap are left out.
+        expected: expected seconds of each rank's samples, like ``hidden``; without them, equal histories are left out.
+        padding: share of the computed tokens that is padding; without it, the case is left out.
     """
     if not len(replay.schedule.steps) or not replay.compute.sum():
         return ()
@@ -163,7 +162,7 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
     even = np.broadcast_to(replay.compute.mean(axis=1, keepdims=True), replay.compute.shape)
     balance, overlap, both = replay.speed_up(even), replay.speed_up(overlap=True), replay.speed_up(even, overlap=True)
     longer = 1 / balance - 1
-    worse = f"equal compute would take {longer:.1%} longer: ranks that compute less lose time elsewhere"
+    worse = f"equal compute would take {longer:.1%} longer, because ranks that compute less lose time elsewhere"
     return [
         _case(replay, "perfect balance", balance, worse if longer > _WORTH_A_NOTE else None),
         _case(replay, "full overlap", overlap),
@@ -172,7 +171,7 @@ def _balance_and_overlap(replay: Replay) -> list[WhatIf]:
 
 
 def _of_equal_histories(replay: Replay, expected: Floats) -> Floats:
-    """Return compute if all ranks had the mean of the samples' costs, each as slow at it as it was: slow ranks stay so."""
+    """Return the compute if every rank had the mean cost of the samples. Slow ranks stay slow."""
     costs = expected[replay.schedule.steps]
     return replay.compute * np.where(costs > 0, costs.mean(axis=1, keepdims=True) / np.where(costs > 0, costs, 1.0), 1.0)
 
@@ -180,17 +179,16 @@ def _of_equal_histories(replay: Replay, expected: Floats) -> Floats:
 def _without(contention: Contention, replay: Replay, hidden: Floats) -> WhatIf:
     if not contention.share:
         return WhatIf("no contention", None, None, contention.reason)
-    # contention lies inside compute, so its limit counts it as lost
     compute = replay.compute - contention.share * hidden
-    note = f"exchanges under way take {contention.share:.0%} of the compute beside them, which the limit counts as lost, too"
+    note = f"pending exchanges take {contention.share:.0%} of the compute beside them, which the limit also counts as lost"
     return _case(replay, "no contention", replay.speed_up(compute), note, compute)
 
 
 def _case(replay: Replay, name: str, speed_up: float, note: str | None = None, compute: Floats | None = None) -> WhatIf:
-    """Rounding and harm apart, every speed-up is between 1 and its limit; see :class:`Replay`."""
+    # outside of these bounds only by rounding, and below 1 if balance lengthens the run, see Replay
     if replay.unseen and name != "no data wait" and speed_up > 1 + _WORTH_A_NOTE:
-        note = "; ".join(text for text in (note, "if the loader's workers keep up") if text)
+        note = "; ".join(text for text in (note, "provided that the loader's workers keep up") if text)
     limit = replay.limit(replay.compute if compute is None else compute)
-    off = f"the replay of the run as it was is {replay.error:.1%} off" if replay.error > _WORTH_A_NOTE else None
+    off = f"the replay of the unaltered run deviates by {replay.error:.1%}" if replay.error > _WORTH_A_NOTE else None
     notes = "; ".join(text for text in (note, off) if text) or None
     return WhatIf(name, min(max(speed_up, 1.0), limit), limit, notes)

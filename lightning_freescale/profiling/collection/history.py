@@ -1,4 +1,4 @@
-"""Rank 0's history of the steps of all ranks, and the report that it makes of them."""
+"""Rank 0's history of the steps of all ranks, and the report on them."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from lightning_freescale.profiling.reporting.verdict import Advise
 
 Floats = NDArray[np.float64]
 FitCosts = Callable[[Floats, Floats], "tuple[Floats, Floats] | None"]
-"""From what every rank worked on in every step, ``[steps, ranks, features]``, and how long it computed, ``[steps, ranks]``, to
-the seconds that this should take on a rank that is not slow, ``[steps, ranks]``, and how slow each rank is, ``[ranks]``."""
+"""Function from features, shape ``[steps, ranks, features]``, and seconds of compute, shape ``[steps, ranks]``, to the expected
+seconds on a rank that is not slow, shape ``[steps, ranks]``, and the slowness of each rank, shape ``[ranks]``."""
 _REPLAYED, _REPLAYED_OF_RANKS = 500, 50_000
-"""Steps of a replay at most, and steps times ranks: enough for a mean, and done in half a second."""
+"""Largest number of replayed steps, and of steps times ranks, which take half a second."""
 _ENOUGH = 0.1
-"""Share of these steps whose waits must be divided for them to speak for the others."""
+"""Share of the replayed steps with divided waits above which the other steps are not replayed."""
 _PREFETCHED = 2
-"""Batches that torch's loaders ask every worker for ahead, by default."""
+"""Batches that torch's loaders request from every worker in advance, by default."""
 _INTERIM = 10_000
-"""Steps times ranks of an interim report, which is written in the time of a step or two."""
+"""Steps times ranks of an interim report, which is written in the time of one or two steps."""
 
 
 class History:
-    """Rank 0's memory of the last ``max_steps`` steps; ``fit_costs`` tells causes of imbalance apart (None: by the ranks).
+    """The last ``max_steps`` steps of all ranks on rank 0. Without ``fit_costs``, the causes of imbalance are divided by rank.
 
     Attributes:
-        added: how many steps were ever added.
+        added: number of steps added so far.
     """
 
     def __init__(self, run: RunInfo, max_steps: int, fit_costs: FitCosts | None, advise: Advise | None = None) -> None:
         self._run, self._max_steps, self._fit_costs, self._advise = run, max_steps, fit_costs, advise
-        # number, breakdown, samples, features and predicted load of a step, the last four of every rank, and its plan
+        # number, breakdown, samples, features, predicted load (all but the number for every rank) and plan of each step
         self._steps: deque[tuple[int, Floats, tuple[int, ...], tuple[Any, ...], tuple[Any, ...], PlannedStep | None]]
         self._steps = deque(maxlen=max_steps)
         self._segments: deque[tuple[RankSegments, ...]] = deque(maxlen=min(max_steps, _REPLAYED))
-        # steps, exchanges and host sections of every rank, of the last windows that hold max_steps
+        # number of steps, exchanges and host sections of every rank, for the last windows with max_steps steps
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
-        # number of the last step and every rank's memory of each of the same windows
+        # number of the last step and every rank's memory, for the same windows
         self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
         self.added = 0
 
     def note_assignment(self, assignment: str | None) -> None:
-        """Note how samples are assigned to the ranks by now."""
+        """Record how samples are assigned to the ranks."""
         self._run = replace(self._run, assignment=assignment)
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
-        """Add the same steps of every rank, and what their plans say; nothing is known of them if not given."""
+        """Add the same steps of every rank and their plans, None if unknown."""
         known = [None] * len(windows[0].steps) if plans is None else plans
         breakdown = np.stack([window.breakdown for window in windows], axis=1)
         lists = ((window.samples, window.features, window.predicted, window.segments) for window in windows)
@@ -74,7 +74,7 @@ class History:
         self.added += len(breakdown)
 
     def newest_scalars(self) -> dict[str, float]:
-        """Return scalars of the steps that were added last, for loggers."""
+        """Return scalars for loggers from the steps of the last :meth:`add_windows`."""
         _, breakdown, samples, *_ = zip(*list(self._steps)[-self._sums[-1][0] :])
         return window_scalars(np.stack(breakdown), np.array(samples), _memory_of(list(self._memory)[-1:]))
 
@@ -86,9 +86,9 @@ class History:
         traced: Sequence[Sequence[ResolvedStep]] | None = None,
         device_idle: dict[str, Any] | None = None,
     ) -> BubbleReport:
-        """Return the report of all that was added; ``traced`` holds the last steps of every rank with all their stamps.
+        """Return the report on all added steps; ``traced`` has the last steps of every rank with all their stamps.
 
-        Without them it is an interim report, which leaves out what takes time: replays, and all but the newest steps.
+        Without ``traced``, it is an interim report on the newest steps without replays, which would take time.
         """
         ranks = len(self._steps[-1][1])
         newest = slice(None) if traced is not None else slice(-max(1, _INTERIM // ranks), None)
@@ -127,11 +127,11 @@ class History:
     def _what_if(
         self, breakdown: Floats, expected: Floats | None, padding: float | None
     ) -> tuple[tuple[WhatIf, ...], NDArray[np.intp] | None]:
-        """Return what-ifs, and the steps they are of: the last ones, or those of them with divided waits if these suffice."""
+        """Return what-ifs and the replayed steps: the last ones, without undivided waits if enough remain."""
         segments = list(self._segments)[-max(1, _REPLAYED_OF_RANKS // breakdown.shape[1]) :]
         last = np.arange(len(breakdown))[-len(segments) :]
         divided = ~column(breakdown[last], "wait").any(axis=1)
-        enough = divided.mean() >= _ENOUGH  # some windows in which the clocks disagreed must not hide what the others tell
+        enough = divided.mean() >= _ENOUGH  # a few windows with uncertain clocks do not prevent the division
         chosen = np.flatnonzero(divided) if enough else np.arange(len(last))
         replay = Replay([segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
         hidden = column(breakdown, "hidden")
@@ -143,13 +143,13 @@ class History:
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:
         return None if self._fit_costs is None or features is None else self._fit_costs(features, compute)
 
-    # -- sums of exchanges and of the host's sections, which are kept by window
+    # -- sums over windows
 
     def _summed_steps(self) -> int:
         return sum(steps for steps, *_ in self._sums)
 
     def _host_sections(self) -> dict[str, float]:
-        """Return seconds per step by section, as a mean over ranks."""
+        """Return seconds per step by section of the host, as a mean over ranks."""
         seconds: dict[str, float] = {}
         steps = self._summed_steps()
         for _, _, ranks in self._sums:
@@ -158,7 +158,7 @@ class History:
         return seconds
 
     def _exchange_sums(self) -> list[dict[str, ExchangeSums]]:
-        """Return sums by name of exchange, for every rank."""
+        """Return the sums of every rank by name of exchange."""
         ranks: list[dict[str, ExchangeSums]] = [{} for _ in self._sums[0][1]]
         for _, window, _ in self._sums:
             for mine, exchanges in zip(ranks, window):
@@ -183,12 +183,12 @@ class History:
 
 
 def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: MemoryWindows | None = None) -> dict[str, float]:
-    """Return what loggers get of some steps, by keys that begin with ``freescale/bubble/``.
+    """Return scalars for loggers, with keys that begin with ``freescale/bubble/``.
 
     Args:
         breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
-        samples: shape ``[steps, ranks]``; zeros if unknown, then there is no ``samples_per_s``.
-        memory: of the ranks in these steps; without it there is nothing of it.
+        samples: number of samples, shape ``[steps, ranks]``; zeros if unknown, which omits ``samples_per_s``.
+        memory: memory of the ranks in these steps; None omits it.
     """
     values = {"fraction": bubble(breakdown), **shares_of(breakdown), "compute_imbalance": compute_imbalance_of(breakdown)}
     rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": samples_per_s_of(breakdown, samples)}
@@ -198,13 +198,13 @@ def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: Memory
 
 
 def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
-    """Return the memory of the rank that holds most, in bytes, and its imbalance."""
+    """Return the largest memory of a rank in bytes, and the imbalance."""
     most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
     return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
 
 
 def _slowest_rank(breakdown: Floats) -> float | None:
-    """Return the rank that waits least in exchanges, for which the others wait; None if there is one rank."""
+    """Return the rank that waits least in exchanges, because the others wait for it; None with one rank."""
     if breakdown.shape[1] == 1:
         return None
     waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
@@ -212,12 +212,12 @@ def _slowest_rank(breakdown: Floats) -> float | None:
 
 
 def _known(values: Sequence[Sequence[Any]]) -> Floats | None:
-    """Return an array by step and rank; None if one of the values is unknown."""
+    """Return the values by step and rank as an array; None if one is unknown."""
     return None if any(one is None for row in values for one in row) else np.array(values, dtype=np.float64)
 
 
 def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) -> MemoryWindows | None:
-    """Return the windows in which the memory of every rank is known; None if there are none."""
+    """Return the windows with known memory of every rank; None without any."""
     steps = [step for step, readings in windows if None not in readings]
     known = [[one for one in readings if one is not None] for _, readings in windows if None not in readings]
     if not known:
@@ -228,7 +228,7 @@ def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) ->
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:
-    """Return the traced step of median length, with every rank's intervals in seconds from its start."""
+    """Return the traced step of median length with the intervals of every rank, in seconds from its start."""
     chosen = sorted(traced, key=lambda row: max(wall_of(step) for step in row))[(len(traced) - 1) // 2]
     arrivals = last_arrivals(map(arrivals_of, chosen))
     origin = min(step.start for step in chosen)

@@ -20,25 +20,23 @@ GRADIENTS = "dense gradients"
 
 @contextmanager
 def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Generator[None, None, None]:
-    """Record DDP's exchange of gradients, around the backward of ``loss``.
+    """Record DDP's exchange of gradients during the backward of ``loss``, if ``model`` is a DDP that synchronizes.
 
-    Its wait for the last gradients is the collective ``dense gradients``. What it hides behind backward is an exchange of that
-    name in the background, under way at most from the moment at which its first bucket was ready until it has all gradients:
-    DDP does not say when each bucket arrived. It is seen once DDP has put its buckets in order, after the first backward, if
-    there are two or more, and not with ``find_unused_parameters``, where it never does.
-
-    Does nothing if ``model`` is no DDP, or does not synchronize this time. DDP's own reduction stays as it is.
+    The wait for the last gradients is the collective ``dense gradients``. The exchange that backward hides is a background
+    exchange of the same name. Its time is an upper bound, from the first ready bucket to the last gradient, because DDP does
+    not report when a bucket arrived. It is recorded once DDP has ordered its buckets, after the first backward, if there are
+    two or more. With ``find_unused_parameters``, DDP never orders them. DDP's own reduction does not change.
     """
     with ExitStack() as around:
-        # a DDP that reduces none of its parameters by itself has no logger, nor buckets
+        # a DDP that reduces no parameter itself has neither a logger nor buckets
         if not isinstance(model, DistributedDataParallel) or getattr(model, "logger", None) is None:
             yield
             return
         if timeline.recording and model.require_backward_grad_sync:
             buckets = _buckets_of(model)
             first = around.enter_context(buckets.first_ready_on(timeline))
-            # what a backward queues runs in order when all gradients are there: ours, DDP's wait for its buckets, what ours
-            # queues; a communication hook would see more, but replace DDP's own reduction
+            # callbacks that a backward queues run in order after all gradients: wait_begins, DDP's wait for its buckets, and
+            # wait_ends, which wait_begins queues; a communication hook would observe more, but replace DDP's own reduction
             engine = torch.autograd.Variable._execution_engine
             waiting = around.enter_context(ExitStack())
 
@@ -57,10 +55,10 @@ def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Generator[N
 
 
 def buffers_on(timeline: Timeline, model: object) -> AbstractContextManager[None]:
-    """Record DDP's broadcast of the module's buffers, around a forward of it, as the collective ``buffers``."""
+    """Record DDP's broadcast of the module's buffers during a forward as the collective ``buffers``."""
     if not timeline.recording or not isinstance(model, DistributedDataParallel) or not model.modules_buffers:
         return nullcontext()
-    sync = model._sync_buffers  # DDP calls it where it needs it, and has no hook for it
+    sync = model._sync_buffers  # DDP has no hook for it
 
     def stamped() -> None:
         with timeline.collective("buffers"):
@@ -70,12 +68,12 @@ def buffers_on(timeline: Timeline, model: object) -> AbstractContextManager[None
 
 
 class _Buckets:
-    """DDP's buckets, in the order in which it exchanges them.
+    """DDP's buckets in the order of their exchange.
 
     Attributes:
-        in_order: whether DDP has put them in order, which it does once.
-        moved_last: bytes over a rank's link when nothing is left to compute.
-        moved_before_last: those of the buckets before, which are exchanged behind backward.
+        in_order: True once DDP has ordered its buckets, which it does once.
+        moved_last: bytes over a rank's link for the last bucket, which no compute hides.
+        moved_before_last: bytes of the other buckets, which are exchanged behind backward.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -93,7 +91,7 @@ class _Buckets:
 
     @contextmanager
     def first_ready_on(self, timeline: Timeline) -> Generator[Sequence[Any], None, None]:
-        """Stamp, in a backward, the moment at which the first bucket has all its gradients; yield what will hold the stamp."""
+        """Stamp the moment at which the first bucket has all its gradients; yield the list that then holds the stamp."""
         ready: list[Any] = []
         missing = {id(parameter) for parameter in self._first}
 
@@ -102,7 +100,7 @@ class _Buckets:
             if not missing and not ready:
                 ready.append(timeline.stamp())
 
-        # these run right before DDP's own, which begins with the exchange when the last of them is there
+        # these hooks run right before DDP's own, which starts the exchange after the last gradient of the bucket
         hooks = [parameter.register_post_accumulate_grad_hook(has_gradient) for parameter in self._first]
         try:
             yield ready

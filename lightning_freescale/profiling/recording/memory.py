@@ -1,4 +1,4 @@
-"""The memory that each rank holds, read without waiting for the device, and its growth over a run."""
+"""The memory of each rank, read without waiting for the device, and its growth during a run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 _STATUS = Path("/proc/self/status")
 _KB = 1024
 _LEAST = 10
-"""Windows after the first from which on a trend can be distinguished from chance."""
+"""Number of windows after the first that a trend needs to differ from chance."""
 _POINTS = 64
-"""Windows are put together until there are no more: the slopes of all pairs are looked at."""
+"""Largest number of points: neighbouring windows are combined, because the slopes of all pairs are computed."""
 _CHANCE = 3.3
-"""Standard deviations by which more pairs must rise than fall: one flat series in two thousand does that."""
+"""Standard deviations by which more pairs must rise than fall; one flat series in two thousand exceeds it."""
 _STEADY = 0.5
-"""Share of its slope that memory keeps in the second half; what saturates keeps less."""
+"""Share of the slope that the second half must keep; memory that saturates keeps less."""
 _NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
-"""Shares of the memory that it grows by, over all windows and in one, before it is worth a word."""
+"""Growth that is reported, as shares of the memory: over all windows and in one window."""
 
 
 class MemoryReading(NamedTuple):
     """The memory of a rank at one moment, in bytes.
 
     Attributes:
-        current: held now.
-        peak: the most that was ever held, so far.
-        reserved: what the allocator keeps for itself, ``current`` included; None where there is none.
+        current: memory in use.
+        peak: largest memory in use so far.
+        reserved: memory that the allocator holds, including ``current``; None without an allocator.
     """
 
     current: int
@@ -40,12 +40,10 @@ class MemoryReading(NamedTuple):
 
 
 def memory_reader(device: torch.device) -> Callable[[], MemoryReading] | None:
-    """Return what reads the memory of this rank; None if it cannot be known.
+    """Return a function that reads the memory of this rank; None if it is unknown.
 
-    On a CPU that is without Linux's ``/proc``; on CUDA with an allocator that does not count, as pluggable ones.
-
-    Nothing is reset: peaks are others' to reset, too. A reading takes tens of microseconds, so one at the end of a window of
-    steps is next to nothing.
+    It is unknown on a CPU without Linux's ``/proc``, and on CUDA with an allocator that does not count, such as pluggable ones.
+    The reader does not reset peaks, because other code may use them. A reading takes tens of microseconds.
     """
     if device.type == "cuda":
         try:
@@ -59,7 +57,7 @@ def memory_reader(device: torch.device) -> Callable[[], MemoryReading] | None:
 
 
 def _allocated(device: torch.device) -> MemoryReading:
-    """Read counters of torch's allocator, which are on the host, so nothing waits for the device."""
+    """Read the counters of torch's allocator, which are on the host and need no synchronization."""
     current, peak, reserved = (
         of(device) for of in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.memory_reserved)
     )
@@ -67,9 +65,9 @@ def _allocated(device: torch.device) -> MemoryReading:
 
 
 def _resident() -> MemoryReading:
-    """Read this process's anonymous memory, because what it maps from files and shares is not its own.
+    """Read this process's anonymous memory; mapped files and shared memory are not its own.
 
-    The kernel keeps the peak of all of it; the files mapped by now are taken off, which hardly ever become fewer.
+    The kernel only has the peak of the total. The files and shared memory mapped now, which seldom shrink, are subtracted.
     """
     held = _status()
     current = held["RssAnon"]
@@ -77,7 +75,6 @@ def _resident() -> MemoryReading:
 
 
 def _status() -> dict[str, int]:
-    """Read the kernel's sizes of this process, in bytes."""
     lines = (line.split() for line in _STATUS.read_text().splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * _KB for name, size, _ in lines}
 
@@ -87,13 +84,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MemoryWindows:
-    """Memory of every rank at the end of every window, a window being the steps between two exchanges of records.
+    """Memory of every rank at the end of every window. A window is the steps between two exchanges of records.
 
     Attributes:
         steps: number of the last step of each window.
-        current: bytes held then, shape ``[windows, ranks]``.
-        peak: the most ever held until then, same shape.
-        reserved: bytes that the allocator kept, same shape; None where there is none.
+        current: bytes in use, shape ``[windows, ranks]``.
+        peak: largest number of bytes in use so far, same shape.
+        reserved: bytes that the allocator holds, same shape; None without an allocator.
     """
 
     steps: Sequence[int]
@@ -103,23 +100,23 @@ class MemoryWindows:
 
     @property
     def imbalance(self) -> float:
-        """Max over ranks / mean of what they held, as a mean over the windows."""
+        """The maximum over ranks / the mean of the memory, averaged over the windows."""
         return _imbalance(self.current.mean(axis=0))
 
     @property
     def peak_imbalance(self) -> float:
-        """Max over ranks / mean of the highest peaks."""
+        """The maximum over ranks / the mean of the highest peaks."""
         return _imbalance(self.peak.max(axis=0))
 
     @property
     def slopes(self) -> Floats | None:
-        """Bytes per window that each rank's memory grows by, the first window left out; None if there are too few."""
+        """The growth of each rank's memory in bytes per window, without the first window; None for too few windows."""
         points = self.current[1:]
         return np.array([_slope(*_fewer(mine))[0] for mine in points.T]) if len(points) >= _LEAST else None
 
     @property
     def growing(self) -> list[int]:
-        """The ranks whose memory grows, steadily, by more than chance and by enough to matter."""
+        """The ranks whose memory grows steadily, by more than chance and by a relevant amount."""
         points = self.current[1:]
         return [rank for rank, mine in enumerate(points.T) if len(points) >= _LEAST and _grows(mine)]
 
@@ -138,7 +135,7 @@ def _grows(held: Floats) -> bool:
 
 
 def _fewer(held: Floats) -> tuple[Floats, Floats]:
-    """Return windows and memory, as medians of neighbours where there are many."""
+    """Return windows and memory, with neighbouring windows combined by their median if there are many."""
     groups = np.array_split(np.arange(len(held)), min(len(held), _POINTS))
     return np.array([group.mean() for group in groups]), np.array([np.median(held[group]) for group in groups])
 

@@ -1,4 +1,4 @@
-"""The parts that all observed exchanges share: whether to record one, how much it moves, and the wait for it."""
+"""Parts that all observed exchanges share: the decision to record one, its bytes, and the wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_freescale.profiling.recording.timeline import Timeline
 
 @contextmanager
 def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module or an instance have other attributes meanwhile; the class stays as it is."""
+    """Replace attributes of a module or an instance within the context. The class does not change."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
@@ -31,34 +31,31 @@ def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """Return what finds an argument in a call: None if it is not given, or the function has no such argument."""
+    """Return a function that finds an argument in a call; None if it is not passed or the function has no such argument."""
     parameters = list(inspect.signature(function).parameters)
     position = parameters.index(name) if name in parameters else len(parameters)
     return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name)
 
 
 def is_seen(timeline: Timeline, group: Any, ignored_groups: Collection[Any]) -> bool:
-    """Whether a call on ``group`` (None: of all ranks) is to be recorded now."""
+    """Return True if a call on ``group`` (None for all ranks) should be recorded now."""
     if torch.compiler.is_compiling() or not timeline.recording:
         return False
     return group not in ignored_groups and group is not dist.GroupMember.NON_GROUP_MEMBER
 
 
 def is_coalescing(group: Any) -> bool:
-    """Whether a coalescing manager of torch collects the calls on ``group``, to run them when it ends."""
+    """Return True if a coalescing manager of torch collects the calls on ``group``."""
     return (group or dist.group.WORLD) in dist.distributed_c10d._world.pg_coalesce_state
 
 
 def place_of(group: Any) -> str:
-    """Return what names a group on all of its ranks."""
+    """Return a name of the group that is equal on all of its ranks."""
     return "world" if group is None or group is dist.group.WORLD else str(group.group_name)
 
 
 def moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], group: Any) -> int | None:
-    """Return the larger of what this rank sends and receives in a collective of ``torch.distributed``, in bytes.
-
-    None for objects and sparse tensors, whose size is not known ahead.
-    """
+    """Return the larger of the bytes that this rank sends and receives; None for objects and sparse tensors."""
     if name.endswith(("object", "object_list")):
         return None
     if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in (*args, *kwargs.values())):
@@ -68,17 +65,17 @@ def moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], gro
 
 
 def over_link(name: str, largest: int, size: int) -> int:
-    """Return the bytes over a rank's link, from those of a collective's largest tensor, or list of tensors."""
+    """Return the bytes over a rank's link from those of the largest tensor, or list of tensors, of a collective."""
     if name in ("broadcast", "reduce"):
         return largest
     if name in ("all_reduce", "all_reduce_coalesced"):
         return 2 * largest * (size - 1) // size
-    # of all others it is what the ranks send or receive together
+    # for the others, the largest is what all ranks send or receive together
     return largest * (size - 1) // size
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of a list of tensors or such lists; 0 for anything else."""
+    """Return the bytes of a tensor or a nested list of tensors; 0 for other values."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, list, tuple)):
@@ -87,7 +84,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 class ObservedWork(dist.Work):
-    """A Work whose wait is on a timeline, as that for ``collectives``: the first is waited for, the others come with it.
+    """A Work whose wait is recorded as the wait for the first of ``collectives``; the others end with it.
 
     ``when_waited`` is called after the first wait.
     """
@@ -103,8 +100,8 @@ class ObservedWork(dist.Work):
             for collective in collectives:
                 collective.done = timeline.stamp()
 
-        if timeline.on_host:  # on CUDA a callback would get a stream of its own
-            with suppress(RuntimeError):  # some Works have no future: then it is done when it was waited for
+        if timeline.on_host:  # on CUDA, a callback would run on a separate stream
+            with suppress(RuntimeError):  # some Works have no future; their end is the end of the wait
                 work.get_future().add_done_callback(done)
 
     @override

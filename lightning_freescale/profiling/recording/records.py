@@ -1,4 +1,4 @@
-"""Records of the steps of one rank, the clocks that stamp them, and the same in seconds on rank 0's clock."""
+"""Records of the steps of one rank, the clocks that stamp them, and the resolved steps in seconds on rank 0's clock."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from numpy.typing import NDArray
 
 
 class HostClock:
-    """For devices that the host waits for: a stamp is the time it is taken."""
+    """Clock of devices that the host waits for: a stamp is the time at which it is taken."""
 
     def __init__(self) -> None:
         self.stamp = time.perf_counter
 
     def seconds(self, stamp: float) -> float:
-        """Return the seconds of a stamp on this host's monotonic clock: the stamp itself."""
+        """Return the seconds of a stamp on this host's monotonic clock."""
         return stamp
 
     def release(self, stamps: Iterable[float]) -> None:
-        """Take back stamps that are not needed any more; numbers need not be taken back."""
+        """Release stamps; numbers need no release."""
 
     def tie(self) -> None:
-        """Compare the device's clock with the host's: they are one."""
+        """Do nothing: the host's clock needs no comparison."""
 
 
 class CudaClock:
-    """For streams that run behind the host: a stamp is an event on the current stream, from a pool.
+    """Clock of streams that run behind the host: a stamp is an event on the current stream, from a pool.
 
-    All are of one device: no time can be had from one GPU's event to another's. They measure milliseconds in single
-    precision, so times are counted from an event that moves along with the run.
+    All events are of one device, because CUDA measures no time between events of two GPUs. Events measure milliseconds in
+    single precision, so times are counted from an event that moves along with the run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,17 +49,17 @@ class CudaClock:
             event = self._free.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
-        # not the calling thread's device: a thread that has chosen none works on the first GPU, which may be another rank's
+        # the device is passed, because a thread that has chosen none uses the first GPU, which may belong to another rank
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, stamp: Any) -> float:
-        """Return the seconds of an event; waits for it, so ask only for what is long past."""
+        """Return the seconds of an event, and wait for it. Call it only for events that are long past."""
         stamp.synchronize()
         return self._base_seconds + float(self._base.elapsed_time(stamp)) / 1000
 
     def release(self, stamps: Iterable[Any]) -> None:
-        """Take the events back; the last of them becomes the one that times are counted from."""
+        """Return events to the pool; times are then counted from the last of them."""
         events = list(stamps)
         if not events:
             return
@@ -69,7 +69,7 @@ class CudaClock:
         self._free.extend(events)
 
     def tie(self) -> None:
-        """Wait for the device, then read its clock and the host's at once; call it while nothing runs."""
+        """Wait for the device, then read its clock and the host's. Call it while nothing runs."""
         torch.cuda.synchronize(self._device)
         self._base = self.stamp()
         self._base.synchronize()
@@ -77,28 +77,27 @@ class CudaClock:
 
 
 Clock = HostClock | CudaClock
-"""Takes stamps now and turns them into seconds later."""
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock that fits a device.
+    """Return the clock of a device.
 
     Raises:
-        ValueError: nothing is known of devices of that type.
+        ValueError: the type of the device is neither cpu nor cuda.
     """
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the timeline can stamp the work of cpu and cuda devices, not of {device}: profile without it there")
+        raise ValueError(f"the profiler supports cpu and cuda devices, not {device}. Train without it on this device")
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 Floats = NDArray[np.float64]
 Kind = Literal["data", "forward", "backward", "optimizer", "host", "pause"]
-"""The kind of a span. A pause (validation, the profiler's exchange) is no part of the step; "host" is other work."""
+"""The kind of a span. A pause, such as validation, is not part of the step; "host" is other work."""
 
 
 @dataclass
 class Span:
-    """Time spent on one thing, from ``start`` to ``end`` (stamps of the timeline's clock)."""
+    """A named section of a step, from ``start`` to ``end`` in stamps of the timeline's clock."""
 
     kind: Kind
     name: str
@@ -111,14 +110,14 @@ class Collective:
     """One exchange, in stamps of the timeline's clock.
 
     Attributes:
-        name: what it is.
-        key: names the same exchange on all of its ranks: the group, and which of the group's exchanges it is.
-        arrive: this rank has done its part.
-        start: this rank begins to wait for the result; None as long as it does not.
-        end: it has the result.
-        done: when the exchange was over, if that is seen apart from the wait.
-        moved: bytes that pass this rank's link, the larger of sent and received; None if unknown.
-        at_most: whether it was under way somewhere between ``arrive`` and ``done``, not all the time.
+        name: name of the exchange.
+        key: identifier of the exchange on all of its ranks: the group, and its number among the group's exchanges.
+        arrive: time at which this rank has done its part.
+        start: beginning of the wait for the result; None before.
+        end: end of the wait.
+        done: end of the exchange, if it was observed separately from the wait.
+        moved: bytes over this rank's link, the larger of sent and received; None if unknown.
+        at_most: True if the exchange ran at some time between ``arrive`` and ``done``, not all the time.
     """
 
     name: str
@@ -133,11 +132,11 @@ class Collective:
 
 @dataclass
 class StepRecord:
-    """The record of one step of one rank; the lists are in the order things began.
+    """The record of one step of one rank. The lists are in the order of the starts.
 
-    ``samples`` and ``features`` (sums over the samples, see :func:`~lightning_freescale.balance.cost.sample_features`) are what
-    it worked on, ``predicted`` is how long that should take, in the unit of the step's plan, and ``plan`` what the plan says of
-    all ranks, a :class:`~lightning_freescale.profiling.analysis.imbalance.PlannedStep`. ``index`` counts the steps of a fit.
+    ``index`` counts the steps of a fit. ``samples`` is the number of samples, ``features`` sums over them (see
+    :func:`~lightning_freescale.balance.cost.sample_features`), and ``predicted`` the predicted compute in the unit of ``plan``,
+    a :class:`~lightning_freescale.profiling.analysis.imbalance.PlannedStep`.
     """
 
     start: Any
@@ -152,10 +151,10 @@ class StepRecord:
 
 
 class Interval(NamedTuple):
-    """Time spent on one thing, in seconds on rank 0's clock: a span, or what a step is cut into.
+    """A span, or an interval of a step that was cut into intervals, in seconds on rank 0's clock.
 
-    ``kind`` is that of a span or, in a step that was cut, also ``"straggler_wait"``, ``"transfer"``, ``"wait"`` (not divided
-    into the two) or ``"unexplained"``.
+    ``kind`` is that of a span. In a step that was cut, it may also be ``"straggler_wait"``, ``"transfer"``, ``"wait"`` (not
+    divided into the two) or ``"unexplained"``.
     """
 
     kind: str
@@ -165,7 +164,7 @@ class Interval(NamedTuple):
 
 
 class ResolvedCollective(NamedTuple):
-    """A collective in seconds on rank 0's clock; see :class:`Collective`. ``done`` is ``end`` if it was not seen apart."""
+    """A :class:`Collective` in seconds on rank 0's clock. ``done`` is ``end`` if it was not observed separately."""
 
     name: str
     key: str
@@ -178,21 +177,21 @@ class ResolvedCollective(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is of two ranks only, one of which sends."""
+        """True for a message from one rank to another."""
         return self.name in ("send", "recv")
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
-        """The two parts of the key: the ranks that take part, and which of their exchanges it is."""
+        """The two parts of the key: the group or the ranks of a message, and the number among their exchanges."""
         place, _, number = self.key.rpartition(":")
         return place, tuple(map(int, number.split(".")))
 
 
 @dataclass(frozen=True)
 class ResolvedStep:
-    """A step of one rank in seconds on rank 0's clock; its spans may overlap.
+    """A step of one rank in seconds on rank 0's clock. Its spans may overlap.
 
-    ``hidden`` holds the exchanges of other threads while the step ran; no rank waits for them, so ``start`` and ``end`` are
+    ``hidden`` has the exchanges of other threads during the step. No rank waits for them, so their ``start`` and ``end`` are
     ``arrive``.
     """
 
@@ -205,12 +204,12 @@ class ResolvedStep:
     hidden: tuple[ResolvedCollective, ...] = ()
 
     def as_list(self) -> list[Any]:
-        """Return the step as a rank sends it to rank 0."""
+        """Return the step in the form that is sent to rank 0."""
         return [self.start, self.end, self.index, self.samples, self.spans, self.collectives, self.hidden]
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> ResolvedStep:
-        """Return the step that a rank sent by :meth:`as_list`."""
+        """Return the step from the form of :meth:`as_list`."""
         start, end, index, samples, spans, *exchanges = values
         collectives, hidden = (tuple(ResolvedCollective(*one) for one in each) for each in exchanges)
         return cls(start, end, index, samples, tuple(Interval(*one) for one in spans), collectives, hidden)
@@ -222,14 +221,14 @@ def resolve(
     to_rank_zero: Callable[[Floats], Floats] = np.asarray,
     background: Sequence[Collective] = (),
 ) -> list[ResolvedStep]:
-    """Turn the stamps of steps that have ended into seconds on rank 0's clock; what has no end is left out.
+    """Convert the stamps of ended steps into seconds on rank 0's clock, without spans and collectives that have not ended.
 
-    ``background`` holds exchanges of other threads; each is hidden in every step in which it was under way.
+    ``background`` has the exchanges of other threads. Each is added to every step during which it ran.
     """
     stamps = {stamp: None for record in records for stamp in (*stamps_of(record), record.end)}
     stamps.update({c.done: None for record in records for c in record.collectives if c.done is not None})
     stamps.update({stamp: None for c in background for stamp in (c.arrive, c.done)})
-    # all at once: numpy interpolates the offsets of thousands of stamps in the time of a few
+    # in one call, because numpy interpolates thousands of offsets in the time of a few
     seconds = to_rank_zero(np.array([clock.seconds(stamp) for stamp in stamps])).tolist()
     at: dict[Any, float] = dict(zip(stamps, seconds))
     beside = [
@@ -240,7 +239,7 @@ def resolve(
 
 
 def stamps_of(record: StepRecord) -> Iterator[Any]:
-    """Yield the stamps of a step that are not needed once it is resolved, its start last; its end is the start of the next."""
+    """Yield the stamps that a resolved step no longer needs, its start last. Its end is the start of the next step."""
     for span in record.spans:
         yield from (stamp for stamp in (span.start, span.end) if stamp is not None)
     for collective in record.collectives:

@@ -17,21 +17,22 @@ Batch = TypeVar("Batch")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _MEASURED_SPANS = 300
 _REMEMBERED = 20
-"""Steps whose ends are kept, for the hang watch."""
+"""Number of steps whose ends are kept for the hang watch."""
 
 
 class Timeline:
-    """Records spans and collectives of the step in progress; does nothing until a step is opened.
+    """Records spans and collectives of the step in progress. It does nothing while no step is open.
 
     Attributes:
-        clock: takes the stamps; None if no records are wanted.
-        driven: whether a profiler opens and closes the steps.
-        on_step: called with every step that is closed.
-        background: exchanges that other threads have been seen in, the latest ones.
-        under_way: the exchange that another thread is in now, by its identifier.
-        ended: numbers of the last steps and when they ended, in seconds of ``time.perf_counter``, whatever the clock.
-        stamps: how many stamps were taken.
-        in_collective: whether a collective is being waited for.
+        clock: clock of the stamps; None while the timeline is disabled.
+        driven: True if a profiler opens and closes the steps.
+        on_step: function that is called with every closed step.
+        background: latest exchanges of other threads.
+        under_way: pending exchange of each other thread, by the identifier of the thread.
+        ended: numbers and ends of the last steps, in seconds of ``time.perf_counter`` with any clock.
+        stamps: number of stamps.
+        in_collective: True during the wait for a collective.
+        thread: identifier of the thread that trains.
     """
 
     def __init__(self) -> None:
@@ -43,64 +44,59 @@ class Timeline:
         self.ended: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.stamps = 0
         self.in_collective = False
+        self.thread = 0
         self._step: StepRecord | None = None
         self._steps = 0
         self._counts: Counter[str] = Counter()
-        self._thread = 0
 
     @property
     def enabled(self) -> bool:
-        """Whether records are wanted."""
+        """True between :meth:`enable` and :meth:`disable`."""
         return self.clock is not None
 
     @property
     def recording(self) -> bool:
-        """Whether a step is open."""
+        """True while a step is open."""
         return self._step is not None
 
     @property
     def on_host(self) -> bool:
-        """Whether a stamp is the time at which the host takes it."""
+        """True if a stamp is the time at which the host takes it."""
         return isinstance(self.clock, HostClock)
 
     def enable(self, device: torch.device) -> None:
-        """Start recording with the clock that fits ``device``; the calling thread is the one that trains.
+        """Start recording with the clock of ``device``. The calling thread is the one that trains.
 
         Raises:
-            ValueError: nothing is known of devices of that type.
+            ValueError: the type of the device is neither cpu nor cuda.
         """
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         if self.clock is None:
             self.clock, self.stamps = clock_for(device), 0
 
     def disable(self) -> None:
-        """Stop recording and forget the step in progress."""
+        """Stop recording and drop the step in progress."""
         self.clock = self._step = None
         self.driven, self._steps = False, 0
         self.background.clear()
         self.ended.clear()
 
     @property
-    def thread(self) -> int:
-        """Identifier of the thread that trains."""
-        return self._thread
-
-    @property
     def is_training_thread(self) -> bool:
-        """Whether the caller is the thread that trains, or autograd working for it."""
-        if threading.get_ident() == self._thread:
+        """True on the thread that trains, and on the autograd threads that work for it."""
+        if threading.get_ident() == self.thread:
             return True
-        # on CUDA autograd runs backward in threads that are not Python's
+        # on CUDA, autograd runs backward in threads that Python did not start
         return isinstance(threading.current_thread(), threading._DummyThread)
 
     def pop_background(self) -> list[Collective]:
-        """Return what other threads have been seen in since the last call."""
+        """Return the exchanges of other threads since the last call."""
         return [self.background.popleft() for _ in range(len(self.background))]
 
     # -- steps
 
     def open_step(self, start: Any = None) -> None:
-        """Begin a step, now or at an earlier stamp; one that is open begins anew under its number."""
+        """Open a step, now or at an earlier stamp. A step that is already open restarts with the same number."""
         if self.clock is not None:
             if self._step is None:
                 self._steps += 1
@@ -110,7 +106,7 @@ class Timeline:
     def close_step(
         self, samples: int = 0, features: Any = None, predicted: float | None = None, plan: Any = None
     ) -> StepRecord | None:
-        """End the step in progress and return its record; None if none was open."""
+        """Close the step in progress and return its record; return None if no step is open."""
         step, self._step = self._step, None
         if step is not None and self.clock is not None:
             step.end, step.samples = self.stamp(), samples
@@ -121,14 +117,14 @@ class Timeline:
         return step
 
     def position(self) -> tuple[StepRecord | None, dict[str, int]]:
-        """Return the step in progress as it stands, and how many collectives of each group it has come to.
+        """Return the step in progress, and the number of collectives of each group that it has begun.
 
-        For another thread than the one that trains, which nothing makes wait.
+        Another thread may call this without a lock.
         """
         return self._step, dict(self._counts)
 
     def stamp(self) -> Any:
-        """Stamp this moment; None if no records are wanted."""
+        """Return a stamp of this moment; None while the timeline is disabled."""
         if self.clock is None:
             return None
         self.stamps += 1
@@ -137,7 +133,7 @@ class Timeline:
     # -- spans
 
     def span(self, kind: Kind, name: str) -> AbstractContextManager[None]:
-        """Record the block as ``kind``."""
+        """Record the block as a span."""
         step = self._step
         if step is None:
             return _NOTHING
@@ -148,7 +144,7 @@ class Timeline:
     # -- collectives
 
     def arrive(self, name: str, group: str = "", moved: int | None = None) -> Collective | None:
-        """Record that this rank has done its part of a collective; None if no step is open."""
+        """Record the arrival of this rank at a collective; return None if no step is open."""
         if self._step is None:
             return None
         key = self.key_in(group or name)
@@ -157,16 +153,15 @@ class Timeline:
         return Collective(name, key, self.stamp(), moved=moved)
 
     def key_in(self, place: str) -> str:
-        """Return the key of the next exchange of a place in the step in progress: of a group, or of the ranks of a message."""
-        # counted anew in every step: a rank that calls one collective more than the others puts one step out of order,
-        # not the rest of the run
+        """Return the key of the next exchange of a place, which is a group or the ranks of a message."""
+        # the count restarts in every step: a rank that calls one collective more than the others affects one step only
         assert self._step is not None
         key = f"{place}:{self._step.index}.{self._counts[place]}"
         self._counts[place] += 1
         return key
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[Collective | None]:
-        """Record the block as the wait for a collective; it belongs to the step in progress, whichever issued it."""
+        """Record the block as the wait for a collective. It belongs to the step in progress, not to the one that issued it."""
         step = self._step
         if collective is None or step is None or collective.start is not None:
             return _NOTHING
@@ -174,13 +169,13 @@ class Timeline:
         return _StampedWait(self, collective)
 
     def collective(self, name: str, group: str = "", moved: int | None = None) -> AbstractContextManager[Collective | None]:
-        """Record the block as a collective that blocks right away; others in the block are parts of it."""
+        """Record the block as a blocking collective. Collectives inside the block are parts of it."""
         return self.waiting(self.arrive(name, group, moved))
 
     def awaited(self, name: str, arrived: Any) -> AbstractContextManager[Collective | None]:
-        """Record the wait for a collective in whose background part this rank arrived earlier, at a stamp (None: now).
+        """Record the block as the wait for a collective at which this rank arrived earlier, at a stamp (None for now).
 
-        Who sees when it was over, apart from the wait, sets ``done`` of the record that is entered with.
+        A caller that observes the end of the collective sets ``done`` of the record.
         """
         collective = self.arrive(name)
         if collective is not None and arrived is not None:
@@ -189,7 +184,7 @@ class Timeline:
 
     @contextmanager
     def background_collective(self, name: str, moved: int | None = None) -> Iterator[None]:
-        """Record the block as a collective that another thread runs."""
+        """Record the block as a collective of another thread."""
         if self._step is None:
             yield
             return
@@ -201,12 +196,12 @@ class Timeline:
         finally:
             self.under_way.pop(thread, None)
             collective.done = self.stamp()
-            if collective.done is not None:  # or the run is over
+            if collective.done is not None:  # otherwise the run has ended
                 self.background.append(collective)
 
 
 class _StampedBlock(AbstractContextManager[None]):
-    """Stamps both ends of a span; a generator in its place takes three times as long."""
+    """Stamps both ends of a span. A generator would take three times as long."""
 
     __slots__ = ("_span", "_timeline")
 
@@ -221,8 +216,6 @@ class _StampedBlock(AbstractContextManager[None]):
 
 
 class _StampedWait(AbstractContextManager[Collective]):
-    """Stamps both ends of the wait for a collective; others inside are parts of it."""
-
     __slots__ = ("_collective", "_timeline")
 
     def __init__(self, timeline: Timeline, collective: Collective) -> None:
@@ -239,7 +232,7 @@ class _StampedWait(AbstractContextManager[Collective]):
 
 
 def batches_on(timeline: Timeline, loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Iterate over a loader of batches with every ``next`` on the timeline, as waiting for data."""
+    """Iterate over a loader of batches and record every ``next`` as a wait for data."""
 
     def stamped(batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -250,11 +243,11 @@ def batches_on(timeline: Timeline, loader: Iterable[Batch]) -> Iterator[Batch]:
                     return
             yield batch
 
-    return stamped(iter(loader))  # not in the generator: a loader draws its workers' seed now, not at the first batch
+    return stamped(iter(loader))  # not inside the generator: a loader draws the seed of its workers now, not at the first batch
 
 
 def seconds_per_stamp(device: torch.device) -> float:
-    """Measure what a stamp costs, on a timeline of its own; takes about a millisecond."""
+    """Return the measured cost of a stamp. The measurement takes about a millisecond."""
     timeline = Timeline()
     timeline.enable(device)
     timeline.open_step()

@@ -157,7 +157,7 @@ def test_why_contention_cannot_be_known() -> None:
     nothing = contention(compute, np.zeros_like(hidden), expected)
     assert (nothing.share, nothing.error) == (0.0, math.inf) and "hardly any" in (nothing.reason or "")
     assert "cost model" in (contention(compute, hidden, None).reason or "")
-    assert "alike" in (contention(compute, np.full_like(hidden, 0.1), expected).reason or "")
+    assert "same time" in (contention(compute, np.full_like(hidden, 0.1), expected).reason or "")
     assert "more than" in (contention(expected + 3 * hidden, hidden, expected).reason or "")
     less = contention(expected - 0.2 * hidden, hidden, expected)
     assert less.share == 0 and "no longer" in (less.reason or "")

@@ -309,8 +309,8 @@ def test_nothing_to_replay_and_inexact_replays() -> None:
     assert what_if(Replay([])) == what_if(Replay(idle)) == ()
     replay = Replay([[replace(rank, end=rank.end + 1.0) for rank in step] for step in run])
     assert replay.error > 0.1
-    assert all("off" in (case.note or "") for case in what_if(replay))
-    assert all(case.note is None or "off" not in case.note for case in what_if(Replay(run)))
+    assert all("deviates" in (case.note or "") for case in what_if(replay))
+    assert all(case.note is None or "deviates" not in case.note for case in what_if(Replay(run)))
 
 
 ALTERNATING = np.tile([[0.2, 0.8], [0.8, 0.2]], (30, 1))
