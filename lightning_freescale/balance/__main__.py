@@ -1,4 +1,4 @@
-"""``python -m lightning_freescale.balance``: predict the effect of balancing, and fit the cost of samples."""
+"""Predict the effect of balancing, and fit a cost model: ``python -m lightning_freescale.balance``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.balance") -> None:
-    """Run the command line of a ``program`` of this name; exits with 2 and says what is wrong if it cannot."""
+    """Run the command line; exit with 2 and a message on an error. ``program`` is the name of the program in messages."""
     parser = new_parser(program)
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m light
 
 def _simulate(options: argparse.Namespace) -> None:
     cost, assign_options = _cost_model(options), _assign_options(options)
-    figure = None if options.plot is None else new_figure(7.5, 4.5)  # a missing matplotlib is reported before the work
+    figure = None if options.plot is None else new_figure(7.5, 4.5)  # before the work, to report a missing matplotlib
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)
@@ -68,11 +68,11 @@ def _simulate(options: argparse.Namespace) -> None:
         sentences = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
         if row.padding is not None:
             sentences.insert(
-                0, f"{row.padding_unbalanced:.0%} of the computed tokens are padding as drawn, {row.padding:.0%} balanced."
+                0, f"{row.padding_unbalanced:.0%} of the computed tokens are padding as drawn, {row.padding:.0%} when balanced."
             )
         if row.fill is not None:
             sentences.insert(
-                0, f"Steps of up to {row.samples_per_step} samples, which use {row.fill:.1%} of the tokens allowed."
+                0, f"The steps have up to {row.samples_per_step} samples and use {row.fill:.1%} of the allowed tokens."
             )
         if any(sentences):
             print(f"\n{row.ranks} ranks: {' '.join(filter(None, sentences))}")
@@ -94,34 +94,34 @@ def _describe_mode(options: argparse.Namespace, assign_options: dict[str, Any]) 
 
 
 def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
-    """Print what the columns of the table are."""
+    """Print the explanation of the columns."""
     if any(row.zigzag is not None for row in rows):
-        print("zig-zag: FreeScale's own assignment (arXiv 2604.24073), at equal counts; balanced: this package's")
+        print("zig-zag: FreeScale's assignment (arXiv 2604.24073), at equal counts; balanced: the assignment of this package")
     if padded:
-        print("imbalance: the slowest rank, padding included, over the mean rank without padding")
-        print("idle: the share of the ranks' time that goes to padding and to waiting for the slowest rank")
+        print("imbalance: load of the slowest rank with padding / mean load without padding")
+        print("idle: share of the ranks' time for padding and for waiting for the slowest rank")
     else:
-        print("idle: the share of its time that a rank waits for the slowest, mean over ranks, of the compute alone")
-    print(f"lower bound: no assignment of these steps {counts} gets below it")
-    print("dominated: steps in which one sample costs more than a rank's fair share")
-    print("speed-up: imbalance as drawn / balanced, of the compute alone; planning: measured here, on this machine")
+        print("idle: share of the compute time that the ranks wait for the slowest rank, mean over ranks")
+    print(f"lower bound: imbalance that no assignment of these steps {counts} can beat")
+    print("dominated: share of steps in which one sample costs more than a rank's fair share")
+    print("speed-up: imbalance as drawn / balanced, compute only; planning: measured on this machine")
 
 
 def _fit(options: argparse.Namespace) -> None:
     try:
         document = json.loads(options.report.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{options.report} is not JSON, or was cut short: {error}") from error
+        raise ValueError(f"{options.report} is not valid JSON: {error}. Pass a complete report.json.") from error
     found = fit_report(document)
     fit, numbers = found.fit, asdict(found.fit.model)
     print(
-        f"{options.report.name}: {found.steps} steps of {found.ranks} ranks, a median error of {fit.residual:.1%}; besides its "
-        f"samples a rank's step takes {fit.base:.3g} s"
+        f"{options.report.name}: {found.steps} steps of {found.ranks} ranks; median error of the fit {fit.residual:.1%}; "
+        f"a rank's step takes {fit.base:.3g} s besides its samples"
     )
     predicted = "" if found.predicted is None else f"{found.predicted:.3f} predicted in the run, "
     print(f"imbalance: {predicted}{found.by_fit:.3f} by this fit, {found.measured:.3f} measured")
     for rank, times in fit.slow_ranks().items():
-        print(f"rank {rank} takes {times:.2f} times what its samples explain")
+        print(f"rank {rank} takes {times:.2f} times as long as its samples explain")
     digits = {name: float(f"{value:.4g}") for name, value in numbers.items()}
     print(f"\nFreeScaleDataModule(..., cost={CostModel(**digits)})")
     inner = ", ".join(f"{name}: {value}" for name, value in digits.items())
@@ -137,7 +137,7 @@ def _cost_model(options: argparse.Namespace) -> CostModel:
     if options.dim is not None:
         return CostModel.from_config(options.dim, **sizes)
     if sizes:
-        raise ValueError(f"--{' and --'.join(sizes)} without --dim: give the width of the embeddings, too")
+        raise ValueError(f"--{' and --'.join(sizes)} without --dim: pass the width of the embeddings as --dim too.")
     return CostModel()
 
 
@@ -145,59 +145,53 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
     free = options.batch_tokens is not None or options.padded
     mode = options.assignment_mode or ("free" if free else "fixed")
     if options.padded and options.batch_tokens is not None:
-        raise ValueError("--padded with --batch-tokens: padded steps have a number of samples. Use --batch-size")
+        raise ValueError("--padded does not support --batch-tokens. Pass --batch-size instead.")
     if options.micro_batches > 1 and not options.padded:
-        raise ValueError(f"--micro-batches {options.micro_batches} without --padded: they only change what padding costs")
+        raise ValueError(
+            f"--micro-batches {options.micro_batches} without --padded has no effect, because micro-batches only change "
+            "padding. Pass --padded too, or leave it out."
+        )
     return {"assignment_mode": mode, **({"padded": True} if options.padded else {})}
 
 
 def new_parser(program: str) -> argparse.ArgumentParser:
-    """Return the parser of a ``program`` of this name."""
+    """Return the parser of the program."""
     parser = argparse.ArgumentParser(program, description=__doc__)
     add_commands(parser.add_subparsers(dest="command", metavar="COMMAND"))
     return parser
 
 
 def add_commands(commands: Any) -> None:
-    """Add the parsers of ``simulate`` and ``fit`` to those of other commands."""
+    """Add the parsers of ``simulate`` and ``fit``."""
     simulate = commands.add_parser("simulate", help="predict imbalance, idle share and speed-up", epilog=f"example: {_EXAMPLE}")
     add = simulate.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
-    add("--column", metavar="NAME", help="of a .csv file: a sample is one value of it, its length the number of its rows")
+    add("--column", metavar="NAME", help="column of a .csv file; each value is a sample, and its length is its number of rows")
     add("--ranks", type=_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
     batch = simulate.add_mutually_exclusive_group(required=True)
-    batch.add_argument("--batch-size", type=_whole, metavar="N", help="samples per rank and step")
-    batch.add_argument("--batch-tokens", type=_whole, metavar="N", help="instead, tokens per rank and step at most")
+    batch.add_argument("--batch-size", type=_whole, metavar="N", help="number of samples per rank and step")
+    batch.add_argument("--batch-tokens", type=_whole, metavar="N", help="maximum number of tokens per rank and step")
     add("--dim", type=_whole, metavar="N", help="width of the embeddings; default: a cost model for width 64")
-    add("--layers", type=_whole, metavar="N", help="blocks, with --dim; default 1")
-    add("--heads", type=_whole, metavar="N", help="attention heads, with --dim; default 1")
-    modes = ["fixed", "slack", "free"]
-    add("--max-length", type=_whole, metavar="N", help="the model cuts histories to their last N items")
-    add("--padded", action="store_true", help="the model pads its batches to their longest sample")
-    add("--micro-batches", type=_whole, default=1, metavar="N", help="with --padded: parts of a step that are padded apart")
-    add(
-        "--assignment-mode",
-        choices=modes,
-        help="equal counts (default), within limits, or any (default with --batch-tokens and --padded)",
-    )
-    add(
-        "--steps",
-        type=_whole,
-        default=32,
-        metavar="N",
-        help="steps to draw at least, whole epochs if these are shorter; default 32",
-    )
-    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="of the draw")
-    add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; needs matplotlib")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
-    fit = commands.add_parser("fit", help="make a cost model from the report.json of a BubbleProfiler")
-    fit.add_argument("report", type=Path, help="of a run whose history lengths are known")
-    fit.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures")
+    add("--layers", type=_whole, metavar="N", help="number of blocks, with --dim; default 1")
+    add("--heads", type=_whole, metavar="N", help="number of attention heads, with --dim; default 1")
+    add("--max-length", type=_whole, metavar="N", help="maximum history length; longer histories are truncated")
+    add("--padded", action="store_true", help="the batches are padded to their longest sample")
+    add("--micro-batches", type=_whole, default=1, metavar="N", help="number of micro-batches, with --padded; default 1")
+    mode_help = "equal counts (default), up to 1.25 times equal, or any counts (default with --batch-tokens and --padded)"
+    add("--assignment-mode", choices=["fixed", "slack", "free"], help=mode_help)
+    steps_help = "minimum number of steps; shorter epochs are drawn completely; default 32"
+    add("--steps", type=_whole, default=32, metavar="N", help=steps_help)
+    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="seed of the draw; default 0")
+    add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; requires matplotlib")
+    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    fit = commands.add_parser("fit", help="fit a cost model to the report.json of a BubbleProfiler")
+    fit.add_argument("report", type=Path, help="report.json of a run with known history lengths")
+    fit.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures as JSON")
 
 
 def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
     return int(text)
 
 

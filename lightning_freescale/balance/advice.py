@@ -1,4 +1,4 @@
-"""Advice for the case that no assignment can help, with the settings that would."""
+"""Advice on other settings where no assignment can balance the ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats, non_negative
 
 ACCEPTABLE_IMBALANCE = 1.02
-"""Up to this imbalance (2 % idle) there is nothing to advise."""
+"""Imbalance (2 % idle) up to which there is no advice."""
 _WORTH_TELLING = 0.005
-"""Smaller differences in imbalance are not reported."""
+"""Difference in imbalance up to which an alternative is not reported."""
 _PERCENTILE = 99
 _WORTH_PARTS, _SAMPLES_OF_PART = 1.1, 4
-"""Micro-batches are advised if they are predicted to save more than this, and have so many samples: each takes time as well."""
+"""Minimum predicted speed-up and number of samples of micro-batches, because each micro-batch takes time of its own."""
 _PLANNED = 2
-"""Steps of an alternative that are planned, see :func:`report_plans`."""
+"""Number of steps of an alternative that are planned, see :func:`report_plans`."""
 
 
 def advise(
@@ -36,19 +36,19 @@ def advise(
     lengths: ArrayLike | None = None,
     **options: Any,
 ) -> str | None:
-    """Return plain sentences if no assignment can keep the ranks from idling; None if there is nothing to say.
+    """Return advice if no assignment can keep the ranks from waiting; None if no advice is needed.
 
-    They say for which counts the lower bound holds, and what other settings are predicted to reach, the best first, each with
-    what it drops and costs.
+    The text states the counts for which the lower bound holds, and the predicted imbalance of other settings, the best first,
+    with their costs.
 
     Args:
-        costs: predicted compute time of every sample, shape ``[samples]``.
-        ranks: how many ranks share a step.
-        batch_size: samples per rank and step, or a :class:`Budget`.
-        report: what the assignment in use reaches; predicted if not given.
-        lengths: history length of every sample, to name the length at which to truncate and the events that this drops.
-        **options: of :func:`predict`, as in use, and ``base``, if the report knows of it: what every rank computes for besides
-            its samples, in the units of the costs.
+        costs: Predicted compute time of each sample, shape ``[samples]``.
+        ranks: Number of ranks.
+        batch_size: Number of samples per rank and step, or a :class:`Budget`.
+        report: Report of the assignment in use, for the same ``options``; predicted by default.
+        lengths: History length of each sample, to state the length of a truncation and the events that it drops.
+        **options: Options of :func:`predict`, and ``base``, if the report includes it: the time of a rank besides its samples,
+            in the unit of the costs.
     """
     if report is not None and report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
@@ -68,14 +68,14 @@ def advise_on(
     setting: dict[str, Any],
     lengths: Floats | None = None,
 ) -> str | None:
-    """Return the same where the steps are drawn already.
+    """Return the text of :func:`advise` for steps that are already drawn.
 
     Args:
-        report: what the assignment in use reaches.
-        predicted: what it reaches in these steps.
-        plans: the steps.
-        setting: the arguments of :func:`draw_steps` that they were drawn with.
-        lengths: as for :func:`advise`.
+        report: Report of the assignment in use.
+        predicted: Report of these steps.
+        plans: The steps.
+        setting: The arguments of :func:`draw_steps` for these steps.
+        lengths: See :func:`advise`.
     """
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None
@@ -90,14 +90,14 @@ def advise_on(
     sentences += f" Predicted instead:{better}\n" if better else " Nothing that was tried would help. "
     if report.dominated:
         sentences += (
-            "Splitting such a history over several ranks (context parallelism) drops nothing and keeps all steps, but is the "
-            "model's work: its attention has to run over several ranks."
+            "Splitting such a history over several ranks (context parallelism) drops nothing and keeps all steps. The "
+            "attention of the model then has to run over several ranks."
         )
     return sentences.strip()
 
 
 def _with_parts(report: BalanceReport, plans: Sequence[StepPlan]) -> str | None:
-    """Return what micro-batches would bring, each of which is padded by itself; None if they would bring nothing."""
+    """Return the effect of micro-batches on padded batches; None if it is too small."""
     tried = []
     for parts in (2, 4, 8):
         if parts * plans[0].ranks * _SAMPLES_OF_PART > len(plans[0].samples):
@@ -108,21 +108,21 @@ def _with_parts(report: BalanceReport, plans: Sequence[StepPlan]) -> str | None:
     if balanced * _WORTH_PARTS > report.balanced:
         return None
     return (
-        f"With micro_batches={parts}, each of which is padded by itself, {padding:.0%} of the computed tokens are predicted to "
-        f"be padding, and the slowest rank to compute {report.balanced / balanced:.2f} times less. {parts} passes over the "
-        'model take longer than one; micro_batches="auto" measures what pays'
+        f"With micro_batches={parts}, each micro-batch is padded separately. Predicted: {padding:.0%} of the computed tokens "
+        f"are padding, and the slowest rank computes {report.balanced / balanced:.2f} times less. {parts} passes over the "
+        'model have a cost of their own. micro_batches="auto" measures the fastest number.'
     )
 
 
 def counts_allowed(assignment_mode: str = "fixed") -> str:
-    """Return how many samples the ranks may hold in a mode, in words."""
+    """Return the allowed numbers of samples of a mode in words."""
     if assignment_mode == "slack":
         return f"at counts up to {1 + COUNT_SLACK:g} times equal"
     return "at any counts" if assignment_mode == "free" else "at equal counts"
 
 
 def _bounds(report: BalanceReport, plans: Sequence[StepPlan], setting: dict[str, Any]) -> str:
-    """Return what no assignment gets below, at which counts, and why."""
+    """Return the sentences about the lower bound, its counts and its reason."""
     mode = setting.get("assignment_mode", "fixed")
     bound = _with_idle(report.lower_bound)
     text = f"No assignment of these steps {counts_allowed(mode)} gets below {bound}: {_reason(report, mode)}."
@@ -136,8 +136,8 @@ def _reason(report: BalanceReport, mode: str) -> str:
     if report.dominated:
         return f"in {report.dominated:.0%} of them one sample costs more than a rank's fair share"
     if mode in ("slack", "free"):
-        return "the samples are too few and too uneven to be shared out alike"
-    return "the most expensive sample and those that equal counts put beside it cost more than a rank's fair share"
+        return "the samples are too few and too uneven"
+    return "the most expensive sample and the samples that equal counts put beside it cost more than a rank's fair share"
 
 
 def _with_idle(imbalance: float) -> str:
@@ -145,7 +145,7 @@ def _with_idle(imbalance: float) -> str:
 
 
 def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> list[tuple[float, str]]:
-    """Return the imbalance of the same steps at freer counts, and the description of these."""
+    """Return the imbalance of the steps with fewer limits on the counts, and a description."""
     freer = {"slack": "free", "free": None}.get(setting.get("assignment_mode", "fixed"), "slack")
     if freer is not None:
         with suppress(ValueError):  # tokens may not fit
@@ -159,10 +159,10 @@ def _with_other_counts(plans: Sequence[StepPlan], setting: dict[str, Any]) -> li
 def _with_other_steps(
     plans: Sequence[StepPlan], setting: dict[str, Any], lengths: Floats | None, predicted: BalanceReport
 ) -> list[tuple[float, str]]:
-    """Return the imbalance and the description of what else could be changed, over about the same samples."""
+    """Return the imbalance and a description of each other setting, over about the same samples."""
     costs, ranks, batch_size = setting["costs"], setting["ranks"], setting["batch_size"]
     budgeted = isinstance(batch_size, Budget)
-    steps = 1 if budgeted else len(plans)  # of a budget, whole epochs are drawn
+    steps = 1 if budgeted else len(plans)  # with a budget, whole epochs are drawn
     choices: list[tuple[dict[str, Any], str]] = []
     cap = float(np.percentile(costs, _PERCENTILE, method="lower"))
     if cap < costs.max():
@@ -170,7 +170,7 @@ def _with_other_steps(
         if isinstance(batch_size, Budget) and lengths is not None and np.array_equal(batch_size.sizes, lengths):
             shorter["batch_size"] = Budget(batch_size.per_rank, np.minimum(lengths, lengths[costs <= cap].max()))
         choices.append((shorter, _truncation(costs, cap, lengths)))
-    larger = "half as many steps, of twice the samples and memory"
+    larger = "half as many steps, with twice the samples and memory"
     if isinstance(batch_size, Budget):
         twice = Budget(2 * batch_size.per_rank, batch_size.sizes)
         choices.append(({"batch_size": twice}, f"with twice the budget, which drops nothing, but makes about {larger}"))
@@ -181,7 +181,7 @@ def _with_other_steps(
         choices.append(({"ranks": ranks // 2, "steps": steps if budgeted else 2 * steps}, f"on {ranks // 2} ranks"))
     tried = []
     for changed, text in choices:
-        with suppress(ValueError):  # limits that it cannot meet
+        with suppress(ValueError):  # the setting may not meet the limits
             drawn = draw_steps(**{**setting, "steps": steps, **changed})
             balanced = report_plans(drawn, _planned(setting)).balanced
             if "ranks" in changed:
@@ -192,17 +192,16 @@ def _with_other_steps(
 
 
 def _planned(setting: dict[str, Any]) -> int | None:
-    """Return how many steps of an alternative to plan; all where a limit may forbid some."""
+    """Return the number of steps of an alternative to plan; None for all, because a limit may forbid some."""
     return _PLANNED if setting.get("max_tokens_per_rank") is None else None
 
 
 def _mean_load(plans: Sequence[StepPlan]) -> float:
-    """Return what the mean rank computes for, per sample of the steps."""
+    """Return the load of the mean rank per sample of the steps."""
     return float(sum(plan.costs.sum() / plan.ranks + plan.base for plan in plans) / sum(len(plan.samples) for plan in plans))
 
 
 def _truncation(costs: Floats, cap: float, lengths: Floats | None) -> str:
-    """Return what to truncate, and what that drops."""
     dropped = f"{1 - np.minimum(costs, cap).sum() / costs.sum():.1%} of the cost"
     if lengths is None:
         return f"with histories truncated at the {_PERCENTILE}th percentile, which drops {dropped}"

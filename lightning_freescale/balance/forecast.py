@@ -1,4 +1,4 @@
-"""The forecast of a run: its first steps, drawn and assigned as the sampler does. Every prediction of the package uses it."""
+"""The forecast of a run from its first steps, drawn and assigned like those of the sampler."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 SHUFFLED = 1_000_000
-"""Data sets of more samples are not shuffled for a forecast if a tenth of the samples is enough for it."""
+"""Number of samples above which a data set is not shuffled if a tenth of it is enough for the forecast."""
 PLANNED_STEPS = 5
-"""Steps that are planned if a few stand for all, see :func:`report_plans`."""
+"""Number of steps that are planned to estimate the balance of more steps, see :func:`report_plans`."""
 
 
 def predict(
@@ -34,23 +34,23 @@ def predict(
     seed: int = 0,
     **options: Any,
 ) -> BalanceReport:
-    """Return the imbalance of the first steps of a :class:`BalancedSampler` with these arguments: predicted, not measured.
+    """Predict the imbalance of the first steps of a :class:`BalancedSampler` with these arguments.
 
-    No step has a sample twice. A data set with fewer than ``ranks * batch_size`` samples makes one step of all of them, and
-    that is warned of.
+    No step contains a sample twice. If the data set has fewer than ``ranks * batch_size`` samples, each step contains all of
+    them, and a warning is issued.
 
     Args:
-        costs: predicted compute time of every sample, shape ``[samples]``.
-        ranks: how many ranks share a step.
-        batch_size: samples per rank and step, or a :class:`Budget`.
-        steps: how many steps to draw at least: whole windows, and whole epochs where these are shorter.
-        drop_last: leave out the samples of an incomplete last step.
-        seed: seeds the draw.
-        **options: as in :func:`assign`, ``tokens`` of all samples, shape ``[samples]``; and ``window`` of
+        costs: Predicted compute time of each sample, shape ``[samples]``.
+        ranks: Number of ranks.
+        batch_size: Number of samples per rank and step, or a :class:`Budget`.
+        steps: Minimum number of steps to draw. Windows, and epochs with fewer steps, are drawn completely.
+        drop_last: Drop the samples of an incomplete last step.
+        seed: Seed of the draw.
+        **options: Options of :func:`assign`, with ``tokens`` of all samples, shape ``[samples]``; and ``window`` of
             :class:`BalancedSampler`.
 
     Raises:
-        ValueError: an argument does not fit; names it, its value and the fix.
+        ValueError: An argument is invalid.
 
     Examples:
         >>> import numpy as np
@@ -66,25 +66,21 @@ def predict(
 
 
 def fewer_than_asked(samples: int, ranks: int, batch_size: int | Budget) -> str | None:
-    """Return what a step has if the data set cannot fill it; None if it can."""
+    """Return a sentence about the size of a step if the data set cannot fill one; None if it can."""
     if isinstance(batch_size, Budget) or samples >= ranks * batch_size:
         return None
     per_rank = f"{samples // ranks} or {samples // ranks + 1}" if samples % ranks else f"{samples // ranks}"
     return (
-        f"A step of {ranks} x {batch_size} has {ranks * batch_size} samples, the data set only has {samples}: every step has "
-        f"all {samples}, {per_rank} per rank."
+        f"A step of {ranks} x {batch_size} needs {ranks * batch_size} samples, but the data set has only {samples}. Each step "
+        f"has all {samples}, {per_rank} per rank."
     )
 
 
 def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> BalanceReport:
-    """Return what these steps come to.
+    """Return the balance of some steps.
 
-    Bounds need no search. So a few steps can stand for all: what their plans are above their bounds, the plans of all are
-    taken to be above theirs.
-
-    Args:
-        plans: the steps.
-        planned: how many to search plans for, evenly spread; all if not given.
+    If only ``planned`` of the steps, evenly spread, are planned, the balance of all steps is estimated from their lower bounds,
+    which need no search: the gap of the planned steps is taken to be the gap of all.
     """
     if planned is None:
         return BalanceReport.from_steps(plan.balance for plan in plans)
@@ -94,7 +90,7 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
         return some
     unplanned = [replace(plan, balanced=False) for plan in drawn]
     bounds = BalanceReport.from_steps(plan.balance for plan in unplanned)
-    # of each step by itself: a window's bound says nothing of single ones
+    # compare each step with its own bound, because the bound of a window does not hold for its steps
     own = BalanceReport.from_steps(plan.own_balance for plan in unplanned)
     own_of_some = BalanceReport.from_steps(plan.own_balance for plan in evenly_spread(drawn, planned))
     balanced = own.lower_bound * own_of_some.balanced / own_of_some.lower_bound
@@ -103,12 +99,12 @@ def report_plans(plans: Iterable[StepPlan], planned: int | None = None) -> Balan
 
 
 def in_mode(assignment_mode: str, plans: Sequence[StepPlan]) -> list[StepPlan]:
-    """Return the same steps, to be planned in another mode."""
+    """Return the steps with another assignment mode."""
     return [replace(plan, options={**plan.options, "assignment_mode": assignment_mode}) for plan in plans]
 
 
 def evenly_spread(plans: Sequence[StepPlan], count: int) -> list[StepPlan]:
-    """Return ``count`` of the plans, the first among them; all if these are no more."""
+    """Return at most ``count`` of the plans, including the first one."""
     return [plans[place] for place in np.linspace(0, len(plans) - 1, min(count, len(plans))).astype(int)]
 
 
@@ -123,16 +119,15 @@ def draw_steps(
     base: float = 0.0,
     **options: Any,
 ) -> list[StepPlan]:
-    """Return the steps of a forecast, with the ``base`` of :class:`StepPlan`.
+    """Return the steps of a forecast, see :func:`predict`, with ``base`` of :class:`StepPlan`.
 
-    ``options`` are all others of :class:`BalancedSampler`.
+    ``options`` are the other options of :class:`BalancedSampler`.
     """
     steps, ranks = whole_number("predict(steps={})", steps), whole_number("predict(ranks={})", ranks)
     of_sampler: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "seed": seed, "window": window, **options}
-    # which samples a budget's steps have follows from all of them
-    per_step = 0 if isinstance(batch_size, Budget) else ranks * batch_size
+    per_step = 0 if isinstance(batch_size, Budget) else ranks * batch_size  # a budget's steps depend on all samples
     whole = steps + -steps % max(1, window)
-    if 0 < (whole + 1) * per_step <= len(costs):  # all of these steps are full, so their samples are enough
+    if 0 < (whole + 1) * per_step <= len(costs):  # all these steps are full, so no other samples are needed
         drawn = draw_samples(len(costs), whole * per_step, seed)
         if (tokens := options.get("tokens")) is not None:
             of_sampler["tokens"] = non_negative("predict(tokens=...)", tokens, len(costs))[drawn]
@@ -144,9 +139,9 @@ def draw_steps(
 
 
 def draw_samples(samples: int, count: int, seed: int) -> Ints:
-    """Return the first ``count`` samples of epoch 0 in drawn order; of a large data set others, each once as well."""
+    """Return the first ``count`` samples of epoch 0 in drawn order; for a large data set, other different samples."""
     if samples <= SHUFFLED or 10 * count > samples:
         return draw_order(samples, seed, 0)[:count]
-    # to shuffle them all takes seconds. Of twice as many draws from ten times as many samples, nine in ten are different
+    # a shuffle of all samples takes seconds; nine in ten of twice as many draws from ten times as many samples are different
     drawn = np.random.RandomState([seed, 0]).randint(samples, size=2 * count)
     return drawn[np.sort(np.unique(drawn, return_index=True)[1])[:count]]

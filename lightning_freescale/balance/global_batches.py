@@ -1,4 +1,4 @@
-"""The samples of every step: drawn, cut into steps, and shared among the steps of an optimizer step."""
+"""The samples of each step: drawn, divided into steps, and shared among the steps of an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lightning_freescale.balance.window import DrawnWindow, share_window
 Value = TypeVar("Value")
 
 _KEPT_WINDOWS = 32
-"""Loader workers read ahead of training, which asks for its own window's samples in every step."""
+"""Number of windows that are kept, because loader workers read ahead of training, which needs its own window in each step."""
 
 
 def draw_order(samples: int, seed: int, epoch: int) -> Ints:
     """Return the shuffled samples of an epoch, the same on every machine, shape ``[samples]``."""
-    # RandomState's stream is frozen for good; Generator's may change between numpy versions
+    # the stream of RandomState is frozen; that of Generator may change between numpy versions
     return np.random.RandomState([seed, epoch]).permutation(samples)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockShuffle:
-    """Draws orders that use ``window`` blocks of the data set at a time, such as row groups or chunks on disk.
+    """A shuffle that reads ``window`` blocks of the data set at a time, such as row groups or chunks on disk.
 
-    Every epoch has the blocks in a new order; the samples of ``window`` blocks that come one after the other are shuffled.
+    Each epoch shuffles the order of the blocks, and then the samples of ``window`` consecutive blocks together.
 
     Args:
-        sizes: samples of each block, in the order of the data set, shape ``[blocks]``.
-        window: how many blocks are shuffled together.
+        sizes: Number of samples of each block, in the order of the data set, shape ``[blocks]``.
+        window: Number of blocks that are shuffled together.
 
     Raises:
-        ValueError: an argument does not fit; names it, its value and the fix.
+        ValueError: An argument is invalid.
 
     Examples:
         >>> BlockShuffle([3, 3, 3], window=1).draw_order(seed=0, epoch=0)
@@ -55,15 +55,15 @@ class BlockShuffle:
         if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
             raise ValueError(f"BlockShuffle(sizes={self.sizes!r}): pass the number of samples of each block, shape [blocks]")
         if self.window < 1:
-            raise ValueError(f"BlockShuffle(window={self.window!r}): pass a number of blocks, at least 1")
+            raise ValueError(f"BlockShuffle(window={self.window!r}): pass a number of blocks of at least 1")
 
     @property
     def samples(self) -> int:
-        """Samples of all blocks."""
+        """The number of samples of all blocks."""
         return int(np.sum(self.sizes))
 
     def draw_order(self, seed: int, epoch: int) -> Ints:
-        """Return the samples of an epoch in their order, the same on every machine, shape ``[samples]``."""
+        """Return the shuffled samples of an epoch, the same on every machine, shape ``[samples]``."""
         draw = np.random.RandomState([seed, epoch])
         edges = np.append(0, np.cumsum(self.sizes))
         blocks = draw.permutation(len(edges) - 1)
@@ -74,11 +74,7 @@ class BlockShuffle:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How an epoch is drawn and cut into steps; see :class:`BalancedSampler` for each field.
-
-    Raises:
-        ValueError: a number is out of range; names it and its value.
-    """
+    """The arguments of :class:`BalancedSampler` that decide how an epoch is drawn and divided into steps."""
 
     batch_size: int | Budget
     ranks: int
@@ -96,28 +92,22 @@ class StepSettings:
             whole_number(f"BalancedSampler({name}={{}})", value)
         if not is_number(self.limit) or self.limit < 0 or (self.limit > 1 and not isinstance(self.limit, Integral)):
             raise ValueError(
-                f"BalancedSampler(limit={self.limit!r}): pass a number of steps, or a share of them from 0.0 to 1.0"
+                f"BalancedSampler(limit={self.limit!r}): pass a number of steps, or a share of the steps from 0.0 to 1.0"
             )
 
 
 class _Boundaries:
-    """Cuts ``samples`` into steps of ``batch_size * ranks``.
+    """The boundaries of steps of ``batch_size * ranks`` samples, with the interface of :class:`BudgetSteps`.
 
-    Unless ``drop_last``, an incomplete last step is one of its own, or joins the one before if it has fewer samples than
-    ranks: every rank always has a sample.
-
-    Attributes:
-        full_epoch: where the steps of an epoch that is not resumed begin and end, ``steps + 1`` positions.
-
-    Raises:
-        ValueError: there is no step.
+    Unless ``drop_last``, the remaining samples are an incomplete last step. If they are fewer than the ranks, they join the
+    step before, so that each rank always has a sample.
     """
 
     def __init__(self, samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
         if samples < ranks:
             raise ValueError(
-                f"{samples} samples for {ranks} ranks: every rank needs at least one sample per step. Use at most {samples} "
-                "devices or add samples."
+                f"there are {samples} samples for {ranks} ranks. Each rank needs at least one sample per step. Use at most "
+                f"{samples} devices, or more samples."
             )
         self._samples, self._per_step = samples, batch_size * ranks
         self._ranks, self._drop_last = ranks, drop_last
@@ -125,28 +115,26 @@ class _Boundaries:
         self._resumed: tuple[int, list[int], int] = (0, self.full_epoch, 0)
         if len(self.full_epoch) == 1:
             raise ValueError(
-                f"drop_last=True leaves no step: {samples} samples are fewer than batch_size={batch_size} x {ranks} ranks. "
-                "Use drop_last=False or a smaller batch_size."
+                f"drop_last=True leaves no step, because {samples} samples are fewer than batch_size={batch_size} x {ranks} "
+                "ranks. Use drop_last=False or a smaller batch_size."
             )
 
     def for_epoch(self, epoch: int) -> list[int]:
-        """Return ``steps + 1`` positions; those before a resume all stand where it went on."""
         return self._resumed[1] if epoch == self._resumed[0] else self.full_epoch
 
     def first_step(self, epoch: int) -> int:
-        """Return the step that an epoch starts with."""
         return self._resumed[2] if epoch == self._resumed[0] else 0
 
     def resume(self, epoch: int, batches: int, samples: int | None) -> None:
-        """Go on in ``epoch`` after ``batches`` steps of ``samples`` samples; ValueError if less than one per rank is left."""
+        """Resume ``epoch`` after ``batches`` steps of ``samples`` samples in all."""
         if samples is None or self.full_epoch[: batches + 1][-1] == samples:
             self._resumed = (epoch, self.full_epoch, batches)
             return
         left = self._samples - samples
         if 0 < left < self._ranks and not self._drop_last:
             raise ValueError(
-                f"{left} samples are left of epoch {epoch}, fewer than the {self._ranks} ranks: resume on at most {left} "
-                "ranks, or from a checkpoint made at the end of an epoch"
+                f"{left} samples are left of epoch {epoch}, fewer than the {self._ranks} ranks. Resume on at most {left} "
+                "ranks, or from a checkpoint made at the end of an epoch."
             )
         self._resumed = (epoch, [samples] * batches + self._cut(samples), batches)
 
@@ -156,21 +144,15 @@ class _Boundaries:
         if not rest or self._drop_last:
             return edges
         if rest < self._ranks and len(edges) > 1:
-            edges.pop()  # the left-over samples join the last step: a rank without a sample would leave the others waiting
+            edges.pop()  # they join the last step, because a rank without a sample would leave the others waiting
         return [*edges, self._samples]
 
 
 class GlobalBatches:
-    """The samples of every step of every epoch, with and without balancing.
-
-    A thread that plans ahead may use it at the same time.
-
-    Args:
-        arguments: the arguments of all plans.
-        settings: how an epoch is drawn and cut into steps.
+    """The samples of each step of each epoch. A thread that plans ahead may use it at the same time.
 
     Raises:
-        ValueError: there is no step, or ``shuffle`` is of another data set.
+        ValueError: There is no step, or ``shuffle`` belongs to another data set.
     """
 
     def __init__(self, arguments: PlanArguments, settings: StepSettings) -> None:
@@ -178,21 +160,21 @@ class GlobalBatches:
         self._arguments, self._settings, self._samples = arguments, settings, samples
         if isinstance(shuffle, BlockShuffle) and shuffle.samples != samples:
             raise ValueError(
-                f"BlockShuffle(sizes=...) has {shuffle.samples} samples in all, the data set {samples}: pass the "
-                "samples of each block of this data set"
+                f"BlockShuffle(sizes=...) has {shuffle.samples} samples, but the data set has {samples}. Pass the number of "
+                "samples of each block of this data set."
             )
         self._steps: _Boundaries | BudgetSteps
         if isinstance(settings.batch_size, Budget):
             self._steps = BudgetSteps(settings.batch_size, settings.ranks)
         else:
             self._steps = _Boundaries(samples, settings.batch_size, settings.ranks, settings.drop_last)
-        self._interrupted = (0, 0, 0)  # the window that an earlier run began: its epoch, first step and steps
-        self._drawn: tuple[int, Ints] | None = None  # an epoch and its samples, in the order of its steps
+        self._interrupted = (0, 0, 0)  # epoch, first step and number of steps of the window that an earlier run began
+        self._drawn: tuple[int, Ints] | None = None  # an epoch and its samples, step by step
         self._windows: dict[tuple[int, int], list[Ints]] = {}
         self._drawn_windows: dict[tuple[int, int], DrawnWindow] = {}
 
     def use(self, arguments: PlanArguments) -> None:
-        """Share windows out by other costs, or within other limits, from now on."""
+        """Use other costs or limits from now on."""
         self._arguments = arguments
         self._forget()
 
@@ -204,7 +186,7 @@ class GlobalBatches:
         window: Sequence[int] | None = None,
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Start ``epoch`` after its first ``batches`` steps, see :meth:`BalancedSampler.resume`."""
+        """Resume ``epoch`` after its first ``batches`` steps; see :meth:`BalancedSampler.resume`."""
         if isinstance(self._steps, BudgetSteps):
             self._steps.resume(epoch, batches, self._draw_order(epoch), cuts)
         else:
@@ -218,33 +200,33 @@ class GlobalBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch that starts at its beginning."""
+        """The number of steps of an epoch that is not resumed."""
         return len(self._steps.full_epoch) - 1
 
     def first_step(self, epoch: int) -> int:
-        """Return the step that an epoch starts with."""
+        """Return the first step of an epoch: 0 unless it was resumed."""
         return self._steps.first_step(epoch)
 
     def end(self, epoch: int) -> int:
-        """Return the steps of an epoch, those before a :meth:`resume` included."""
+        """Return the number of steps of an epoch, including those before a :meth:`resume`."""
         return len(self._steps.for_epoch(epoch)) - 1
 
     def consumed(self, epoch: int, batches: int) -> int:
-        """Return how many samples the first ``batches`` steps of an epoch have."""
+        """Return the number of samples of the first ``batches`` steps of an epoch."""
         return self._steps.for_epoch(epoch)[batches]
 
     def cuts(self, epoch: int) -> list[tuple[int, ...]]:
-        """Return how an epoch is cut by the budget, for :meth:`resume`; nothing without one."""
+        """Return the divisions of an epoch by the budget, for :meth:`resume`; an empty list without a budget."""
         return [tuple(cut) for cut in self._steps.cuts(epoch)] if isinstance(self._steps, BudgetSteps) else []
 
     @property
     def fill(self) -> float | None:
-        """The share of the budget that an epoch uses; None without one."""
+        """The share of the budget that an epoch uses; None without a budget."""
         return self._steps.fill if isinstance(self._steps, BudgetSteps) else None
 
     def order(self, epoch: int) -> Ints:
         """Return the samples of an epoch, step by step."""
-        drawn = self._drawn  # read once: the thread that plans ahead sets it, too
+        drawn = self._drawn  # read once, because the thread that plans ahead sets it too
         if drawn is None or drawn[0] != epoch:
             order = self._draw_order(epoch)
             if isinstance(self._steps, BudgetSteps):
@@ -273,14 +255,14 @@ class GlobalBatches:
         return shared[step - steps.start]
 
     def ranks_within_budget(self, epoch: int, step: int) -> Ints | None:
-        """Return a rank for every sample of a step so that none is above the budget; None without one."""
+        """Return a rank for each sample of a step so that no rank is above the budget; None without a budget."""
         steps = self._steps
         return steps.ranks_within_budget(epoch, self.samples(epoch, step)) if isinstance(steps, BudgetSteps) else None
 
     def sharing_steps(self, epoch: int, step: int) -> range:
-        """Return the steps that share their samples out with one: the full ones of its window; or it alone."""
+        """Return the steps that share samples with a step, including it: the full steps of its window."""
         resumed, begun, interrupted = self._interrupted
-        if epoch == resumed and begun <= step < begun + interrupted:  # by the run before
+        if epoch == resumed and begun <= step < begun + interrupted:  # an earlier run began this window
             return range(begun, begun + interrupted)
         settings = self._settings
         if settings.window == 1 or isinstance(settings.batch_size, Budget):
@@ -291,25 +273,25 @@ class GlobalBatches:
             first = max(first, begun + interrupted)
         full, edges = settings.batch_size * settings.ranks, self._steps.for_epoch(epoch)
         steps = len(edges) - 1
-        # an optimizer step that the limit ends early has its own samples, not the most expensive of more
+        # a window that the limit ends early keeps its own samples; sharing would compute the most expensive ones alone
         last = min(settings.limit, steps) if isinstance(settings.limit, int) else int(settings.limit * steps)
         shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
         return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)
 
     def begun_window(self, epoch: int, batches: int) -> tuple[int, int]:
-        """Return the first of the steps that a run shares samples out among, and how many, if it stops inside of them."""
+        """Return the first step and the number of steps of the window that a run leaves unfinished after ``batches`` steps."""
         steps = self.sharing_steps(epoch, batches)
         return (steps.start, len(steps)) if steps.start < batches else (batches, 0)
 
     def as_drawn(self, epoch: int, step: int) -> DrawnWindow | None:
-        """Return the steps that share samples with one as they were drawn; None if it has those it was drawn with."""
+        """Return the steps that share samples with a step, as drawn; None if the step has the samples it was drawn with."""
         steps = self.sharing_steps(epoch, step)
         if len(steps) < 2:
             return None
         edges, order = self._steps.for_epoch(epoch), self.order(epoch)
         drawn = [order[edges[each] : edges[each + 1]] for each in steps]
         if all(np.array_equal(one, self.samples(epoch, each)) for one, each in zip(drawn, steps)):
-            return None  # a limit keeps them apart
+            return None  # the token limit prevents sharing
         key = epoch, steps.start
         if key not in self._drawn_windows:
             costs, tokens = self._arguments.costs, self._arguments.tokens
@@ -329,7 +311,7 @@ class GlobalBatches:
 
 
 def _fits(arguments: PlanArguments, samples: Ints, ranks: int) -> bool:
-    """Return whether a plan is found for the samples of a step within the limit on tokens."""
+    """Return True if there is a plan for the samples of a step within the limit on tokens."""
     try:
         assign(arguments.costs[samples], ranks, **arguments.options_of(samples))
     except ValueError:
@@ -338,5 +320,5 @@ def _fits(arguments: PlanArguments, samples: Ints, ranks: int) -> bool:
 
 
 def _kept(before: dict[tuple[int, int], Value], key: tuple[int, int], value: Value) -> dict[tuple[int, int], Value]:
-    """Return the last few entries, and another one; a new dict, since a thread may be reading."""
+    """Return the newest entries and another one, as a new dict, because a thread may read the old one."""
     return {**dict(list(before.items())[1 - _KEPT_WINDOWS :]), key: value}

@@ -1,4 +1,4 @@
-"""Micro-batches: a rank's samples of a step, cut into parts of about equal cost that are computed one after the other."""
+"""Micro-batches: parts of a rank's samples with about equal cost, which are computed one after the other."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_freescale.balance.validation import Floats
 Candidate = TypeVar("Candidate")
 
 MOST_TRIED = 8
-"""More micro-batches are not tried: each costs host work, and few exchanges are left to hide."""
+"""Maximum number of micro-batches to try, because each costs host work and hides less than the one before."""
 
 
 class MicroBatches(NamedTuple):
-    """The batch of a step, cut.
+    """The micro-batches of a batch.
 
     Attributes:
-        batches: the micro-batches, in the order in which they are computed.
-        shares: of each in the weight of the rank's batch: they sum to 1.
-        loss_is_sum: the batch's loss is the sum of those of its parts, not their mean by share.
+        batches: The micro-batches in the order of computation.
+        shares: Shares of the micro-batches in the weight of the batch, which sum to 1.
+        loss_is_sum: True if the loss of the batch is the sum of the micro-batches' losses, False if it is their mean by share.
     """
 
     batches: tuple[Any, ...]
@@ -33,7 +33,7 @@ class MicroBatches(NamedTuple):
     loss_is_sum: bool = False
 
     def map(self, fn: Callable[[Any], Any]) -> MicroBatches:
-        """Return the same with a function applied to every micro-batch; this very batch if none becomes another."""
+        """Return the results of a function for all micro-batches, or this object if no micro-batch changes."""
         batches = tuple(fn(batch) for batch in self.batches)
         return self if all(map(is_, batches, self.batches)) else MicroBatches(batches, *self[1:])
 
@@ -47,22 +47,22 @@ def cut(
     loss_is_sum: bool = False,
     padded: bool = False,
 ) -> MicroBatches:
-    """Return a rank's samples of a step as micro-batches of nearly equal cost, the most expensive first.
+    """Return a rank's samples of a step as micro-batches of nearly equal cost, the most expensive micro-batch first.
 
-    Every rank begins with its most expensive one, so that micro-batches that are computed at the same time cost about the
-    same. Each has a sample that weighs something: the mean loss over samples without targets is not a number.
+    Micro-batches that the ranks compute at the same time then cost about the same. Each has a sample with a weight, because
+    the mean loss over samples without targets is not a number.
 
     Args:
-        samples: anything that numpy can index, such as a list.
-        parts: how many micro-batches, at most :func:`most_parts`.
-        costs: shape ``[samples]``.
-        weights: of each sample in the loss, shape ``[samples]``; where all are 0, each counts the same.
-        loss_is_sum: the loss is a sum over samples, not a mean.
-        padded: each micro-batch is padded to its longest sample. Samples of about the same cost then come together, so that
-            all micro-batches together cost least.
+        samples: A list or another sequence.
+        parts: Number of micro-batches, at most :func:`most_parts`.
+        costs: Costs of the samples, shape ``[samples]``.
+        weights: Weight of each sample in the loss, shape ``[samples]``. If all are 0, all samples count alike.
+        loss_is_sum: True if the loss is a sum over samples instead of a mean.
+        padded: True if each micro-batch is padded to its longest sample. Samples of similar cost then form a micro-batch, so
+            that the total cost is minimal.
 
     Raises:
-        ValueError: there are fewer samples that weigh something than ``parts``.
+        ValueError: Fewer than ``parts`` samples have a weight.
     """
     weighed = _weighed(weights)
     part_of_sample = _parts(costs, parts, padded)
@@ -76,11 +76,7 @@ def cut(
 
 
 def most_parts(weights: Floats) -> int:
-    """Return into how many micro-batches these samples can be cut: as many as samples that weigh something in the loss.
-
-    Args:
-        weights: of each sample, shape ``[samples]``; where all are 0, each counts the same.
-    """
+    """Return the maximum number of micro-batches: the number of samples with a weight, or all samples if all weights are 0."""
     return int(np.count_nonzero(_weighed(weights)))
 
 
@@ -89,14 +85,13 @@ def _weighed(weights: Floats) -> Floats:
 
 
 def _parts(costs: Floats, parts: int, padded: bool) -> Ints:
-    """Return the part of every sample, whatever it weighs."""
     if padded:
         return cast(Ints, assign(costs, 1, assignment_mode="free", padded=True, parts=parts).part_of_sample)
     return assign(costs, parts, assignment_mode="free").rank_of_sample
 
 
 def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], padded: bool) -> Ints:
-    """Return the part of every sample: those that weigh something by themselves, then the others, each to the cheapest part."""
+    """Return the part of each sample: samples with a weight are assigned first, then each other one to the cheapest part."""
     part_of_sample = np.empty(len(costs), dtype=np.int64)
     part_of_sample[weighs] = _parts(costs[weighs], parts, padded)
     loads = np.bincount(part_of_sample[weighs], costs[weighs], parts)
@@ -108,21 +103,20 @@ def _weighing_first(costs: Floats, parts: int, weighs: NDArray[np.bool_], padded
 
 
 TRIAL_BLOCK = 6
-"""Steps in a row with the same candidate."""
+"""Number of consecutive steps with the same candidate."""
 
 
 class Turns(Generic[Candidate]):
-    """Which candidate each step has: a pure function of (epoch, step) between changes.
+    """The candidate of each step. Candidates take turns of :data:`TRIAL_BLOCK` steps.
 
-    Args:
-        candidates: take turns from the first step on, :data:`TRIAL_BLOCK` steps each; one is had by all steps.
+    The candidate is a pure function of (epoch, step) between changes.
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self._phases = [((0, 0), tuple(candidates))]
 
     def change(self, candidates: Sequence[Candidate], epoch: int, step: int) -> None:
-        """Let others take turns from a later step on; call it with the same arguments on every rank."""
+        """Use other candidates from a later step on. Call this with the same arguments on each rank."""
         self._phases.append(((epoch, step), tuple(candidates)))
 
     def candidate(self, epoch: int, step: int) -> Candidate:
@@ -131,9 +125,9 @@ class Turns(Generic[Candidate]):
         return candidates[_turn(epoch, step, len(candidates))]
 
     def measured(self, epoch: int, step: int) -> int | None:
-        """Return the place of the candidate that a step is a measurement of.
+        """Return the index of the candidate that a step measures.
 
-        None if it is alone, if the step may follow upon another one, and before the last change.
+        The result is None if there is only one candidate, for the first step of a turn, and before the last change.
         """
         begin, candidates = self._phases[-1]
         if len(candidates) == 1 or step % TRIAL_BLOCK == 0 or (epoch, step) <= begin:
@@ -142,7 +136,7 @@ class Turns(Generic[Candidate]):
 
     @property
     def last(self) -> tuple[Candidate, ...]:
-        """Those that take turns from the last change on."""
+        """The candidates since the last change."""
         return self._phases[-1][1]
 
     def _phase(self, epoch: int, step: int) -> tuple[tuple[int, int], tuple[Candidate, ...]]:
@@ -150,22 +144,24 @@ class Turns(Generic[Candidate]):
 
 
 def _turn(epoch: int, step: int, candidates: int) -> int:
-    # the epoch, because short ones would not come to the last candidates
+    # plus the epoch, because a short epoch would never reach the last candidates
     return (step // TRIAL_BLOCK + epoch) % candidates
 
 
 class MicroBatchSchedule:
-    """How many micro-batches each step has: the same on every rank, a pure function of (epoch, step) between decisions.
+    """The number of micro-batches of each step, the same on each rank.
+
+    It is a pure function of (epoch, step) between decisions.
 
     Args:
-        micro_batches: a number, or ``"auto"``: candidates take turns until :meth:`decide`.
-        batch_size: samples per rank and step; its divisors are the candidates.
+        micro_batches: A number, or ``"auto"`` for candidates that take turns until :meth:`decide`.
+        batch_size: Number of samples per rank and step. The candidates are its divisors up to 8.
 
     Attributes:
-        auto: whether they were to be chosen by measurement.
-        candidates: the numbers that may be chosen.
-        handed_out: the last (epoch, step) whose number was used.
-        measured: the number that measurements have found best, in this run or the one that it resumes; None if none have.
+        auto: True if the number is chosen by measurement.
+        candidates: The possible numbers.
+        handed_out: The last (epoch, step) whose number was used.
+        measured: The best number by measurements of this run or of the run that it resumes; None if unknown.
     """
 
     def __init__(self, micro_batches: int | Literal["auto"], batch_size: int) -> None:
@@ -176,53 +172,49 @@ class MicroBatchSchedule:
         self._turns = Turns(self.candidates)
 
     def count(self, epoch: int, step: int) -> int:
-        """Return the micro-batches of a step."""
+        """Return the number of micro-batches of a step, and record that it was used."""
         self.handed_out = max(self.handed_out, (epoch, step))
         return self._turns.candidate(epoch, step)
 
     def peek(self, epoch: int, step: int) -> int:
-        """Return the same without handing the step out: it may still be decided otherwise."""
+        """Return the number of micro-batches of a step, which a decision may still change."""
         return self._turns.candidate(epoch, step)
 
     @property
     def decided(self) -> bool:
-        """Whether the number is known for all steps to come."""
+        """True if the number is known for all future steps."""
         return len(self._turns.last) == 1
 
     @property
     def chosen(self) -> int | None:
-        """The number that was decided for; None before."""
+        """The decided number; None before the decision."""
         return self._turns.last[0] if self.decided else None
 
     def decide(self, micro_batches: int, epoch: int, step: int, *, measured: bool = True) -> None:
-        """Choose for all steps from one on; call it with the same arguments on every rank.
+        """Use a number from a step on. Call this with the same arguments on each rank.
 
         Args:
-            micro_batches: the number.
-            epoch: of the first step that has it.
-            step: that step.
-            measured: whether measurements have found it best; else the run that resumes this one measures anew.
+            micro_batches: Number of micro-batches.
+            epoch: Epoch of the first step.
+            step: First step.
+            measured: True if the number is the best by measurement; if False, a run that resumes this one measures again.
 
         Raises:
-            RuntimeError: that step was handed out already, so that the ranks might differ in it.
+            RuntimeError: The loader has read the step, so that the plans of the ranks could differ.
         """
         self.take_turns([micro_batches], epoch, step)
         self.measured = micro_batches if measured else None
 
     def take_turns(self, candidates: Sequence[int], epoch: int, step: int) -> None:
-        """Let others take turns from a step on; call it with the same arguments on every rank.
-
-        Raises:
-            RuntimeError: that step was handed out already, so that the ranks might differ in it.
-        """
+        """Use other candidates from a step on, see :meth:`decide`."""
         if self.handed_out >= (epoch, step):
             raise RuntimeError(
                 f"micro_batches={', '.join(map(str, candidates))} from step {step} of epoch {epoch} on: the loader has already "
-                f"read up to step {self.handed_out[1]} of epoch {self.handed_out[0]}. Give FreeScaleDataModule a number of "
-                "micro_batches, or less to prefetch"
+                f"read up to step {self.handed_out[1]} of epoch {self.handed_out[0]}. Pass a number of micro_batches to "
+                "FreeScaleDataModule, or prefetch less."
             )
         self._turns.change(candidates, epoch, step)
 
     def settle(self, micro_batches: int) -> None:
-        """Choose for all steps, while no loader has been read, or it will be made anew: nothing counts as handed out."""
+        """Use a number for all steps, before a loader is read or while it is replaced by a new one."""
         self.handed_out, self._turns = (0, -1), Turns([micro_batches])

@@ -1,4 +1,4 @@
-"""The plan of one step of all ranks, and plans made before they are needed, in a thread of their own."""
+"""The plan of one step of all ranks, and a thread that makes the next plans ahead."""
 
 from __future__ import annotations
 
@@ -20,42 +20,36 @@ from lightning_freescale.balance.validation import Floats
 from lightning_freescale.balance.window import DrawnWindow
 
 _PLANS_AHEAD = 4
-"""Steps that are planned ahead of the one that is read."""
+"""Number of steps that are planned ahead of the current one."""
 _KEPT_PLANS = 64
-"""Plans of older steps are made again if they are needed."""
+"""Number of plans that are kept. Plans of older steps are made again."""
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """The arguments of :func:`assign` for the plans of all steps.
+    """The arguments of :func:`assign` for the plans of all steps."""
 
-    Attributes:
-        costs: of every sample of the data set, shape ``[samples]``.
-        tokens: of every sample of the data set, shape ``[samples]``; None if they are not known.
-        options: the other arguments of :func:`assign`.
-    """
-
-    costs: Floats
-    tokens: Floats | None
-    options: dict[str, Any]
+    costs: Floats  # of all samples of the data set, shape [samples]
+    tokens: Floats | None  # of all samples of the data set, shape [samples]; None if unknown
+    options: dict[str, Any]  # the other arguments
 
     def options_of(self, samples: Ints) -> dict[str, Any]:
-        """Return the arguments of :func:`assign` for some samples."""
+        """Return the options of :func:`assign` for some samples."""
         return self.options if self.tokens is None else {**self.options, "tokens": self.tokens[samples]}
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Who computes which sample of a step, and what that is worth.
+    """The assignment of a step's samples to the ranks, and its effect.
 
     Attributes:
-        samples: indices into the data set in drawn order, shape ``[samples]``.
-        costs: theirs, shape ``[samples]``.
-        ranks: how many ranks share the step.
-        balanced: assigned by cost; else a contiguous split of the drawn order.
-        options: keyword arguments of :func:`assign` for these samples.
-        drawn: the steps that share samples with this one, itself among them, as they were drawn; None if it has its own.
-        base: what every rank computes for besides its samples, in the units of the costs; only ``balance`` knows of it.
+        samples: Indices into the data set in drawn order, shape ``[samples]``.
+        costs: Costs of these samples, shape ``[samples]``.
+        ranks: Number of ranks.
+        balanced: True to assign by cost; False for a contiguous split of the drawn order.
+        options: Keyword arguments of :func:`assign` for these samples.
+        base: Time of a rank besides its samples, in the unit of the costs. Only ``balance`` includes it.
+        drawn: The steps that share their samples with this one, as drawn; None if the step has the samples it was drawn with.
     """
 
     samples: Ints
@@ -68,17 +62,17 @@ class StepPlan:
 
     @property
     def padded(self) -> bool:
-        """Whether the ranks pad their samples to the longest one."""
+        """True if each rank pads its samples to the longest one."""
         return bool(self.options.get("padded", False))
 
     @cached_property
     def assignment(self) -> Assignment:
-        """The assignment by cost; made when it is first asked for."""
+        """The assignment by cost, computed on first use."""
         return assign(self.costs, self.ranks, **self._limited)
 
     @cached_property
     def _limited(self) -> dict[str, Any]:
-        """The options; where samples are padded and nothing limits tokens, no rank may hold more than one would as drawn."""
+        """The options; padded samples without a limit on tokens are limited to the largest rank of the contiguous split."""
         tokens = self.options.get("tokens")
         if not self.padded or tokens is None or self.options.get("max_tokens_per_rank") is not None:
             return self.options
@@ -87,18 +81,18 @@ class StepPlan:
 
     @cached_property
     def rank_of_sample(self) -> Ints:
-        """The rank that computes each sample, shape ``[samples]``."""
+        """The rank of each sample, shape ``[samples]``."""
         return self.assignment.rank_of_sample if self.balanced else contiguous_split(len(self.samples), self.ranks)
 
     @cached_property
     def samples_of_ranks(self) -> list[Ints]:
-        """Indices into the data set for every rank, in drawn order."""
+        """The indices into the data set for each rank, in drawn order."""
         ends = np.bincount(self.rank_of_sample, minlength=self.ranks).cumsum()
         return np.split(self.samples[np.argsort(self.rank_of_sample, kind="stable")], ends[:-1])
 
     @cached_property
     def balance(self) -> StepBalance:
-        """What the assignment is worth; as drawn and the bound are those of all steps that share samples."""
+        """The effect of the assignment. The figures as drawn and the bound are those of all steps that share samples."""
         if self.drawn is None or self.padded:
             return self.own_balance
         own = self._of_samples
@@ -112,7 +106,7 @@ class StepPlan:
 
     @property
     def own_balance(self) -> StepBalance:
-        """The same of this step by itself, as if it had been drawn with its samples."""
+        """The effect of the assignment compared with this step's own samples."""
         return self._of_samples.with_base(self.base, self.ranks) if self.base else self._of_samples
 
     @cached_property
@@ -139,25 +133,25 @@ class StepPlan:
         )
 
     def _held(self, values: NDArray[Any], rank_of_sample: Ints) -> NDArray[Any]:
-        """Return what every rank holds of values of the samples, its padding included; shape ``[ranks]``."""
+        """Return the sum of the samples' values on each rank, including padding, shape ``[ranks]``."""
         if not self.padded:
             return np.bincount(rank_of_sample, values, self.ranks)
         parts = self.assignment.part_of_sample if self.balanced and rank_of_sample is self.rank_of_sample else None
         return padded_loads(values, rank_of_sample, parts, self.ranks)
 
     def _padding(self, rank_of_sample: Ints) -> float:
-        """Return which share of the tokens that ranks compute is padding; of the costs, where tokens are unknown."""
+        """Return the share of padding in the computed tokens, or in the computed costs if tokens are unknown."""
         values = self.options.get("tokens", self.costs)
         computed = float(self._held(values, rank_of_sample).sum())
         return 1 - float(values.sum()) / computed if computed else 0.0
 
 
 class PlanPrefetcher:
-    """Keeps the plans of recent steps; while :meth:`running`, a thread makes those of the next ones.
+    """The plans of recent steps, and of the next steps while :meth:`running`.
 
     Args:
-        make: returns the plan of a step, a pure function of (epoch, step).
-        complete: what the thread computes of a plan beforehand; without the thread, it is computed when it is needed.
+        make: Returns the plan of a step, a pure function of (epoch, step).
+        complete: Computes the parts of a plan that the thread prepares.
     """
 
     def __init__(self, make: Callable[[int, int], StepPlan], complete: Callable[[StepPlan], object]) -> None:
@@ -166,34 +160,34 @@ class PlanPrefetcher:
         self._worker: WorkerThread | None = None
 
     def get(self, epoch: int, step: int) -> StepPlan:
-        """Return the plan of a step, waiting for the thread if it makes it at present."""
+        """Return the plan of a step; wait if the thread is making it."""
         plan = self._started(epoch, step)
         while len(self._plans) > _KEPT_PLANS:
             self._plans.pop(next(iter(self._plans)))
         return plan.result()
 
     def prepare(self, epoch: int, step: int, end: int) -> None:
-        """Start on the steps from ``step`` on, before ``end``."""
+        """Start to plan the steps from ``step`` to before ``end``."""
         for later in range(step, min(step + _PLANS_AHEAD, end)):
             self._started(epoch, later)
 
     def forget(self) -> None:
-        """Drop all plans: their arguments have changed."""
+        """Drop all plans, because their arguments have changed."""
         self._plans.clear()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let a thread plan the next steps within the block."""
+        """Run the thread that plans the next steps within the block."""
         mine = self._worker = WorkerThread("freescale-plan")
         try:
             yield
         finally:
-            if self._worker is mine:  # else another iteration has begun
+            if self._worker is mine:  # False if another iteration has begun
                 self._worker = None
             mine.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out plans and thread, which cannot be copied."""
+        """Omit plans and thread, which cannot be copied."""
         return {**self.__dict__, "_plans": {}, "_worker": None}
 
     def _started(self, epoch: int, step: int) -> Future[StepPlan]:

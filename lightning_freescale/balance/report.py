@@ -1,4 +1,4 @@
-"""The effect of balancing, step by step and over an epoch."""
+"""The effect of balancing on a step and over an epoch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 _MEANS = (
     "unbalanced", "balanced", "lower_bound", "tokens_imbalance", "tokens_unbalanced", "padding", "padding_unbalanced",
 )  # fmt: skip
-"""Figures of a report that are means of those of its steps."""
+"""Fields of a report that are means over its steps."""
 
 
 @dataclass(frozen=True)
 class StepBalance:
-    """What balancing a step brings.
+    """The effect of balancing on one step.
 
     Attributes:
-        unbalanced: imbalance of the samples as drawn; where steps exchange samples, of all those as they were drawn.
-        balanced: imbalance of the assignment in use.
-        lower_bound: what no assignment within the limits on the counts can beat; of a window's steps, no way to share its
-            samples out among them.
-        dominated: a single sample costs more than the mean rank load.
-        tokens_imbalance: max over ranks of tokens / mean over ranks, of the assignment in use; None if no tokens are known.
-        cost: summed cost of the step.
-        tokens_unbalanced: the same of the samples as drawn.
-        tokens_fullest: tokens of the rank that has most / ``max_tokens_per_rank``; None without such a limit.
-        padding: share of the computed tokens that is padding, of the assignment in use; None unless batches are padded. The
+        unbalanced: Imbalance of the samples as drawn. In a window, the mean over its steps.
+        balanced: Imbalance of the assignment in use.
+        lower_bound: Imbalance that no assignment with the allowed counts can beat. In a window, no division of its samples
+            among its steps can beat it.
+        dominated: True if a single sample costs more than the mean load of the ranks.
+        tokens_imbalance: Maximum tokens over ranks / mean over ranks of the assignment in use; None if tokens are unknown.
+        cost: Summed cost of the step.
+        tokens_unbalanced: ``tokens_imbalance`` of the samples as drawn.
+        tokens_fullest: Maximum tokens over ranks / ``max_tokens_per_rank``; None without that limit.
+        padding: Share of padding in the computed tokens of the assignment in use; None if batches are not padded. The
             imbalances then count padding as idle time.
-        padding_unbalanced: the same of the samples as drawn.
+        padding_unbalanced: ``padding`` of the samples as drawn.
     """
 
     unbalanced: float
@@ -44,7 +44,7 @@ class StepBalance:
     padding_unbalanced: float | None = None
 
     def with_base(self, base: float, ranks: int) -> StepBalance:
-        """Return the same for ranks of which each computes for ``base`` besides its samples, in the units of the costs."""
+        """Return the effect if each rank also computes for ``base``, in the unit of the costs, besides its samples."""
         mean = self.cost / ranks
         share = mean / (mean + base) if mean else 0.0
         names = ("unbalanced", "balanced", "lower_bound")
@@ -54,14 +54,14 @@ class StepBalance:
 
 @dataclass(frozen=True)
 class BalanceReport:
-    """The steps of an epoch, each weighted by its cost (so 1 - 1/imbalance is the idle share).
+    """The effect of balancing over several steps.
 
     Attributes:
-        steps: how many there are.
-        unbalanced, balanced, lower_bound, tokens_imbalance, tokens_unbalanced, padding, padding_unbalanced: means of those of
-            :class:`StepBalance`.
-        dominated: share of steps in which a single sample costs more than the mean rank load.
-        tokens_fullest: the largest of those of :class:`StepBalance`.
+        steps: Number of steps.
+        unbalanced, balanced, lower_bound, tokens_imbalance, tokens_unbalanced, padding, padding_unbalanced: Means of the fields
+            of :class:`StepBalance`, weighted by cost, so that 1 - 1/imbalance is the idle share.
+        dominated: Share of steps in which a single sample costs more than the mean load of the ranks.
+        tokens_fullest: Maximum over the steps.
 
     Examples:
         >>> import numpy as np
@@ -87,7 +87,7 @@ class BalanceReport:
 
     @classmethod
     def from_steps(cls, steps: Iterable[StepBalance]) -> BalanceReport:
-        """Sum up; of no step at all it is perfect balance."""
+        """Return the report of some steps; that of no step has an imbalance of 1."""
         sums = BalanceSums()
         for step in steps:
             sums.add_step(step)
@@ -95,11 +95,11 @@ class BalanceReport:
 
     @property
     def gap(self) -> float:
-        """How far ``balanced`` is above ``lower_bound``, as a share of it."""
-        return max(0.0, self.balanced / self.lower_bound - 1)  # rounding alone may take it below
+        """The relative difference between ``balanced`` and ``lower_bound``."""
+        return max(0.0, self.balanced / self.lower_bound - 1)  # rounding errors may make it negative
 
     def scalars(self, over: str) -> dict[str, float]:
-        """Return the figures by the names under which they are logged: ``freescale/imbalance/{over}/...``."""
+        """Return the figures by the names under which the strategy logs them: ``freescale/imbalance/{over}/...``."""
         names = ("unbalanced", "balanced", "lower_bound", "gap", "dominated", *_MEANS[3:], "tokens_fullest")
         return {f"freescale/imbalance/{over}/{name}": value for name in names if (value := getattr(self, name)) is not None}
 
@@ -124,26 +124,26 @@ class BalanceReport:
 
 
 class BalanceSums:
-    """Sums of steps that are added one by one, so that an epoch need not be kept."""
+    """A running sum over steps, so that an epoch's steps need not be kept."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, len(_MEANS) + 2))  # weighted by cost, and each step alike in case none costs anything
+        self._sums = np.zeros((2, len(_MEANS) + 2))  # weighted by cost; unweighted, in case all costs are 0
         self._fullest: float | None = None
 
     @property
     def steps(self) -> int:
-        """How many have been added."""
+        """The number of steps."""
         return int(self._sums[1, -1])
 
     def add_step(self, step: StepBalance) -> None:
-        """Add a step to the sums."""
+        """Add a step."""
         row = [getattr(step, name) for name in _MEANS]
         self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes nan
         if step.tokens_fullest is not None:
             self._fullest = max(step.tokens_fullest, self._fullest or 0.0)
 
     def report(self) -> BalanceReport:
-        """Return what the steps so far amount to."""
+        """Return the report of the steps so far."""
         if not self.steps:
             return BalanceReport(0, 1.0, 1.0, 1.0, 0.0)
         weighted, alike = self._sums
@@ -153,5 +153,5 @@ class BalanceSums:
 
 
 def idle_fraction(imbalance: float) -> float:
-    """Return the share of the ranks' time that an imbalance wastes."""
+    """Return the share of the ranks' time that they wait at an imbalance."""
     return 1 - 1 / imbalance

@@ -1,4 +1,4 @@
-"""The sampler: the samples of one rank in every step, from a plan that every rank computes by itself."""
+"""The sampler, which yields the samples of one rank in each step from a plan that every rank computes."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 EXPLORATION_STEPS = 50
-"""Steps of epoch 0 among which some stay as drawn while costs are calibrated, see :class:`BalancedSampler`."""
+"""The default ``exploration_steps`` of the data module, see :class:`BalancedSampler`."""
 
 
 class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
-    """Yields the index list of each step for one rank; of steps with micro-batches, :class:`MicroBatches` of index lists.
+    """A sampler that yields one rank's samples of each step, as a list of indices or as :class:`MicroBatches` of such lists.
 
-    The plan is a pure function of (costs, seed, epoch, step, world size): every rank computes the whole of it and takes its
-    own column, without communication. Balancing changes which rank computes a sample, never which samples a step has.
-    While it is iterated over, a thread plans the next steps.
+    The plan is a pure function of (costs, seed, epoch, step, world size). Each rank computes the whole plan without
+    communication and takes its own samples. Balancing changes the rank of a sample, never the samples of a step. During
+    iteration, a thread plans the next steps.
 
     Args:
-        costs: predicted compute time per sample, shape ``[samples]``.
-        batch_size: samples per rank and step; or the :class:`Budget` that says how many there is room for, at any counts.
-        num_replicas: world size.
-        rank: the rank to yield for.
-        seed: seeds the shuffle, together with the epoch.
-        shuffle: draw a new order every epoch, of all samples or as :class:`BlockShuffle` says; else keep that of the data set.
-        balance: assign by cost; else split the drawn order contiguously.
-        drop_last: leave out the samples of an incomplete last step. Otherwise the last step is uneven (counts differ by
-            at most one), and fewer left-over samples than ranks join the step before, so every rank always has a sample.
-        loss_weights: weight of a sample in the mean loss, shape ``[samples]``; all one if not given.
-        loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
-        tokens: tokens per sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
-        exploration_steps: leave every fifth of the first so many steps of epoch 0 as drawn, unless a limit forbids it.
-            Balanced steps hardly differ in what a cost model is fitted to; a few that do separate its coefficients.
-        micro_batches: how many each step has; one if not given. A step has fewer where a rank has fewer samples that weigh
-            something.
-        window: how many of these steps make one optimizer step, whose gradients are accumulated. Their samples are shared
-            out among them, see :func:`share_window`, and weighed as one batch; those of an incomplete last step stay its own,
-            and so do all where the samples of a step would not fit into ``max_tokens_per_rank`` then.
-        limit: how many steps of an epoch are trained on, or as a float, which share of them, as
-            ``Trainer(limit_train_batches=...)``. What is shared out is among these.
-        padded: the ranks pad their samples to the longest one, see :func:`assign`. Micro-batches are padded by themselves, and
-            have samples of about the same cost. If ``tokens`` are given without a limit, no rank of a step holds more of them,
-            padding included, than the fullest one would as drawn.
-        assignment_mode, max_tokens_per_rank: as in :func:`assign`; a :class:`Budget` sets both.
+        costs: Predicted compute time of each sample, shape ``[samples]``.
+        batch_size: Number of samples per rank and step; or a :class:`Budget`, with any counts.
+        num_replicas: World size.
+        rank: Rank whose samples are yielded.
+        seed: Seed of the shuffle, together with the epoch.
+        shuffle: True or a :class:`BlockShuffle` to draw a new order in each epoch; False for the order of the data set.
+        balance: True to assign by cost; False for a contiguous split of the drawn order.
+        drop_last: Drop the samples of an incomplete last step. By default, the counts of the last step differ by at most one.
+            If the remaining samples are fewer than the ranks, they join the step before.
+        loss_weights: Weight of each sample in the mean loss, shape ``[samples]``; 1 by default.
+        loss_is_sum: True if a rank's loss is the sum over its samples instead of the mean.
+        tokens: Tokens of each sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
+        exploration_steps: Every fifth of this many first steps of epoch 0 stays as drawn, unless a limit forbids it. These
+            steps differ more than balanced steps, which separates the coefficients of a fitted cost model.
+        micro_batches: Number of micro-batches of each step; 1 by default. A step has fewer if a rank has fewer samples with a
+            weight.
+        window: Number of steps whose gradients are accumulated for one optimizer step. They share their samples, see
+            :func:`share_window`, and are weighted as one batch. An incomplete last step keeps its own samples. All steps of a
+            window keep theirs if a shared step would exceed ``max_tokens_per_rank``.
+        limit: Number of steps of an epoch that are trained, or their share as a float, as in
+            ``Trainer(limit_train_batches=...)``. Only these steps share samples.
+        padded: Each rank pads its samples to the longest one, see :func:`assign`. Each micro-batch is padded to its own longest
+            sample and has samples of similar cost. If ``tokens`` are given without a limit, they are limited to those of the
+            largest rank as drawn, including padding.
+        assignment_mode, max_tokens_per_rank: See :func:`assign`. A :class:`Budget` sets both.
 
     Attributes:
-        batches: the samples of every step of every epoch.
-        handed_out: the last (epoch, step) that the loader has read.
-        may_pad: whether the ranks pad their samples, or may turn out to.
+        batches: The samples of each step of each epoch.
+        handed_out: The last (epoch, step) that the loader has read.
+        may_pad: True if the ranks pad their samples, or if the strategy may detect later that they do.
 
     Raises:
-        ValueError: an argument does not fit; names it, its value and the fix.
+        ValueError: An argument is invalid.
 
     Examples:
         >>> costs = [900, 40, 30, 20, 400, 10, 350, 60]
@@ -96,7 +96,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         assignment_mode: AssignmentMode | None = None,
         max_tokens_per_rank: float | None = None,
     ) -> None:
-        # DistributedSampler's own constructor insists on a data set; being one is what makes Lightning leave us alone.
+        # no call of DistributedSampler's constructor, which requires a data set; Lightning replaces other kinds of samplers
         whole_number("BalancedSampler(rank={})", rank, 0)
         settings = StepSettings(batch_size, num_replicas, seed, shuffle, drop_last, window, limit)
         if rank >= num_replicas:
@@ -132,27 +132,27 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self._plans = PlanPrefetcher(self._make_plan, self._complete_plan)
         if padded:
             self.pad_from(0, 0)
-        self.step_plan(0, 0).balance  # noqa: B018 (an argument that does not fit is refused now, not in the first step)
+        self.step_plan(0, 0).balance  # noqa: B018 (raises for invalid arguments now instead of in the first step)
 
     @property
     def costs(self) -> Floats:
-        """Predicted compute time per sample, shape ``[samples]``, rounded to 24 bits."""
+        """The predicted compute time of each sample, rounded to 24 bits, shape ``[samples]``."""
         return self._arguments.costs
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of :func:`assign` for all steps."""
+        """The options of :func:`assign` for all steps."""
         return self._arguments.options
 
     @property
     def tokens(self) -> Floats | None:
-        """Tokens per sample, if they were given, shape ``[samples]``."""
+        """The tokens of each sample, shape ``[samples]``; None if they were not given."""
         return self._arguments.tokens
 
     # -- iteration
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw and plan ``epoch`` from now on; Lightning calls it at the start of every epoch."""
+        """Plan ``epoch`` from now on. Lightning calls this at the start of each epoch."""
         self.epoch = epoch
         for start in sorted(e for e in self._replans if e <= epoch):
             self._arguments = replace(self._arguments, costs=_rounded(self._replans.pop(start)()))
@@ -167,35 +167,35 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         window: Sequence[int] | None = None,
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Start ``epoch`` after its first ``batches`` steps; every other epoch starts at its beginning.
+        """Start ``epoch`` after its first ``batches`` steps. All other epochs start at their beginning.
 
         Args:
-            epoch: the epoch in which the run stopped.
-            batches: steps that it had done.
-            samples: samples that those had, if their number of ranks or batch size was another; the rest of the epoch is cut
-                anew, in the same order.
-            window: that of the run that stopped, see :meth:`.GlobalBatches.begun_window`, if it was another; the window that it
-                has begun is ended as it was shared out.
-            cuts: how that run had cut the epoch by its budget, see :meth:`.GlobalBatches.cuts`; as this one does if not given.
+            epoch: Epoch in which the run stopped.
+            batches: Number of steps of that epoch that the run completed.
+            samples: Number of samples of those steps, if the run had another number of ranks or batch size. The rest of the
+                epoch is then divided into steps again, in the same order.
+            window: Result of :meth:`.GlobalBatches.begun_window` in that run, if its window was different. The unfinished
+                window keeps its division.
+            cuts: Result of :meth:`.GlobalBatches.cuts` in that run; by default as in this run.
 
         Raises:
-            ValueError: fewer samples are left than there are ranks.
+            ValueError: The remaining samples are fewer than the ranks.
         """
         self.batches.resume(epoch, batches, samples, window, cuts)
         self._plans.forget()
 
     def __len__(self) -> int:
-        """Return the steps of the epoch, those before a :meth:`resume` included."""
+        """Return the number of steps of the current epoch, including those before a :meth:`resume`."""
         return self.batches.end(self.epoch)
 
     @property
     def first_step(self) -> int:
-        """The step that the current epoch starts with: 0 unless it was resumed."""
+        """The first step of the current epoch: 0 unless it was resumed."""
         return self.batches.first_step(self.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch that starts at its beginning."""
+        """The number of steps of an epoch that is not resumed."""
         return self.batches.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int] | MicroBatches]:
@@ -207,11 +207,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
                 yield self.batch_of_rank(epoch, step)
 
     def batch_of_rank(self, epoch: int, step: int) -> list[int] | MicroBatches:
-        """Return what this rank computes in a step: indices into the data set, of each micro-batch if there are several."""
+        """Return the indices of this rank's samples in a step, for each micro-batch if there are several."""
         of_ranks = self.step_plan(epoch, step).samples_of_ranks
         samples = of_ranks[self.rank]
         parts = self.micro_batches.count(epoch, step)
-        if parts > 1:  # all ranks have as many: they meet in each
+        if parts > 1:  # the same number on all ranks, because each micro-batch has collectives
             parts = min(parts, *(most_parts(self.loss_weights[each]) for each in of_ranks))
         if parts == 1:
             return samples.tolist()
@@ -224,102 +224,101 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         """Return the plan of all ranks for a step."""
         plan, options = self._plans.get(epoch, step), self._changed_options(epoch, step)
         made = {name: plan.options.get(name) for name in options} if options else plan.padded
-        if made != (options or False):  # before that was known
+        if made != (options or False):  # the plan was made before pad_from
             self._plans.forget()
             plan = self._plans.get(epoch, step)
         return plan
 
     def plan(self, epoch: int, step: int) -> list[Ints]:
-        """Return the samples of every rank in a step: ``ranks`` int arrays of indices into the data set."""
+        """Return the indices of each rank's samples in a step, an int array for each rank."""
         return self.step_plan(epoch, step).samples_of_ranks
 
     def global_batch(self, epoch: int, step: int) -> Ints:
-        """Return the samples of a step in drawn order, the same with and without balancing; shape ``[samples]``.
+        """Return the samples of a step in drawn order, shape ``[samples]``.
 
-        With a window, those of its steps together are the same.
+        They do not depend on balancing. With a window, this holds for the samples of its steps together.
         """
         return self.batches.samples(epoch, step)
 
     def counts(self, step: int) -> list[int]:
-        """Return how many samples every rank has in a step of the current epoch."""
+        """Return the number of samples of each rank in a step of the current epoch."""
         return np.bincount(self.step_plan(self.epoch, step).rank_of_sample, minlength=self.num_replicas).tolist()
 
     def loss_weight(self, step: int) -> float:
-        """Return the factor for this rank's loss that makes the average over ranks that over the global batch (or its sum)."""
+        """Return the factor for this rank's loss that makes the mean over ranks the mean (or sum) over the global batch."""
         if self.loss_is_sum:
             return float(self.num_replicas)
         plan = self.step_plan(self.epoch, step)
         weights = np.bincount(plan.rank_of_sample, self.loss_weights[plan.samples], self.num_replicas)
         steps = self.batches.sharing_steps(self.epoch, step)
-        # the mean over the window, not over each of its steps: which of them a sample is in must not matter
+        # the mean over the window, because the weight of a sample must not depend on its step
         total = sum(self.loss_weights[self.global_batch(self.epoch, each)].sum() for each in steps) / len(steps)
         return rank_loss_weight(weights.tolist(), self.rank, float(total))
 
     def balance(self, step: int) -> StepBalance:
-        """Return what the assignment of a step of the current epoch is worth."""
+        """Return the effect of balancing on a step of the current epoch."""
         return self.step_plan(self.epoch, step).balance
 
     def report(self, epoch: int | None = None) -> BalanceReport:
-        """Return what balancing brings over the steps of an epoch, the current one by default."""
+        """Return the effect of balancing over an epoch, by default the current one."""
         epoch = self.epoch if epoch is None else epoch
         steps = range(self.batches.first_step(epoch), self.batches.end(epoch))
         return BalanceReport.from_steps(self.step_plan(epoch, step).balance for step in steps)
 
     def replan(self, epoch: int, costs: Callable[[], ArrayLike]) -> None:
-        """From ``epoch`` on use other costs; call it with the same arguments on every rank.
+        """Use other costs from ``epoch`` on. Call this with the same arguments on each rank.
 
         Args:
-            epoch: a later epoch than the current one.
-            costs: gives the costs, shape ``[samples]``; called when the epoch starts.
+            epoch: A later epoch than the current one.
+            costs: Returns the costs, shape ``[samples]``; called when the epoch starts.
         """
         self._replans[epoch] = costs
 
     def pad_from(self, epoch: int, step: int, *, padded: bool = True, **options: Any) -> None:
-        """Plan for ranks that pad their samples, or by other options, from a step on; call it alike on every rank.
+        """Plan for padded samples or by other options from a step on. Call this with the same arguments on each rank.
 
         Args:
-            epoch: of the first step.
-            step: that step; the loader must not have read it.
-            padded: whether the ranks pad their samples from that step on.
-            **options: of :func:`assign` for these steps, instead of those given.
+            epoch: Epoch of the first step.
+            step: First step; the loader must not have read it.
+            padded: True if the ranks pad their samples from that step on.
+            **options: Options of :func:`assign` that replace the given ones.
 
         Raises:
-            RuntimeError: the step was handed out, so that the ranks might differ in it.
-            ValueError: a :class:`Budget` was given.
+            RuntimeError: The loader has read the step, so that the plans of the ranks could differ.
+            ValueError: ``batch_size`` is a :class:`Budget`.
         """
         if self.handed_out >= (epoch, step):
-            raise RuntimeError(f"pad_from({epoch}, {step}): the loader has already read up to {self.handed_out}")
+            raise RuntimeError(
+                f"pad_from({epoch}, {step}): the loader has already read up to {self.handed_out}. Pass a later step."
+            )
         if padded and self.budget is not None:
-            raise ValueError("BalancedSampler(padded=True) needs a number of samples as batch_size, not a Budget")
+            raise ValueError("BalancedSampler(padded=True) does not support a Budget. Pass a number of samples as batch_size.")
         self._changes.append(((epoch, step), {"padded": True, **options} if padded else options))
 
     def is_padded(self, epoch: int, step: int) -> bool:
-        """Return whether a step is planned for ranks that pad their samples."""
+        """Return True if a step is planned for ranks that pad their samples."""
         return bool(self._changed_options(epoch, step).get("padded"))
 
     def options_in(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the arguments of :func:`assign` for a step, without those that have a value per sample."""
+        """Return the options of :func:`assign` for a step, without tokens."""
         return {**self.options, **self._changed_options(epoch, step)}
 
     def load(self, epoch: int, step: int, values_of: Callable[[Ints], NDArray[Any]]) -> NDArray[Any]:
-        """Return what this rank computes for in a step: values of its samples added up, and of what they are padded to.
+        """Return the sum of the values of this rank's samples in a step, including padding, shape ``[values]``.
 
-        Args:
-            epoch: of the step.
-            step: the step.
-            values_of: returns the values of some samples, shape ``[samples, values]``.
+        ``values_of`` returns the values of some samples, shape ``[samples, values]``.
         """
         batch, padded = self.batch_of_rank(epoch, step), self.is_padded(epoch, step)
         parts = [values_of(np.array(part)) for part in (batch.batches if isinstance(batch, MicroBatches) else [batch])]
         return np.sum([len(part) * part.max(axis=0) if padded else part.sum(axis=0) for part in parts], axis=0)
 
     def _changed_options(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the options of :func:`assign` that :meth:`pad_from` has given a step."""
+        """Return the options that :meth:`pad_from` has set for a step."""
         options: dict[str, Any] = next((options for start, options in reversed(self._changes) if start <= (epoch, step)), {})
         return {"parts": self.micro_batches.peek(epoch, step), **options} if options.get("padded") else options
 
     def digest(self) -> str:
-        """Return a hash of the current epoch's costs, order, options and first step: equal on all ranks unless plans differ."""
+        """Return a hash of the current epoch's costs, order, options and first step, to compare the plans of the ranks."""
         plan = self.step_plan(self.epoch, min(self.first_step, len(self) - 1))
         counts = (len(self), self.num_replicas, self.exploration_steps, self.window)
         parts = (self.micro_batches.candidates, self.micro_batches.chosen)
@@ -341,54 +340,52 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
 
     def _complete_plan(self, plan: StepPlan) -> None:
-        plan.samples_of_ranks  # noqa: B018 (computed here, in the thread)
+        plan.samples_of_ranks  # noqa: B018 (computes it in the thread)
         if self.rank == 0:
-            plan.balance  # noqa: B018 (which rank 0 logs)
+            plan.balance  # noqa: B018 (rank 0 logs it)
 
 
 def _refuse_without_balance(balance: bool, limited: bool, window: int, budgeted: bool) -> None:
-    """Refuse limits that a contiguous split does not keep, and a window whose samples something else places."""
     if window > 1 and (budgeted or not balance):
         raise ValueError(
-            f"BalancedSampler(window={window}) shares samples among steps by their costs: leave balance=False out and pass a "
-            "number of samples as batch_size, or use window=1"
+            f"BalancedSampler(window={window}) shares samples among steps by their costs. It supports neither "
+            "balance=False nor a Budget. Leave them out, or pass window=1."
         )
     if limited and not balance:
         raise ValueError(
-            "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit: leave max_tokens_per_rank out, and "
-            "pass a number of samples as batch_size"
+            "BalancedSampler(balance=False) leaves the samples as drawn and keeps no limit. Leave max_tokens_per_rank out, and "
+            "pass a number of samples as batch_size."
         )
 
 
 def _refuse_with_budget(given: dict[str, bool]) -> None:
-    """Refuse arguments that a budget replaces: it sets which samples a step has, and how many a rank may take."""
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
-            f"BalancedSampler({name}=...) has no meaning with a Budget, which takes the samples of a step from all over the "
-            "order, limits the tokens of a rank and leaves its number of samples free: leave it out"
+            f"BalancedSampler({name}=...) cannot be combined with a Budget, which chooses the samples of each step, limits the "
+            "tokens of each rank and allows any counts. Leave the argument out."
         )
 
 
 def is_exploration_step(step: int) -> bool:
-    """Return True for every fifth step; not for the first, by which the ranks compare their plans."""
-    # balanced steps differ too little to separate a cost per token from a cost per step: without these, the error of fits was
-    # up to twice as large
+    """Return True for every fifth step, but not for the first one, by which the ranks compare their plans."""
+    # balanced steps differ too little to separate a cost per token from a cost per step; without exploration, fits had up to
+    # twice the error
     return step % 5 == 4
 
 
 def rank_loss_weight(weights: Sequence[float], rank: int, total: float | None = None) -> float:
-    """Return ``local_weight * world_size / global_weight`` from the weights of all ranks; 1 if nothing weighs anything.
+    """Return ``weights[rank] * world_size / total``; 1 if the total is 0.
 
     Args:
-        weights: of the ranks in a step.
-        rank: whose factor it is.
-        total: the global weight; the sum of ``weights`` if not given.
+        weights: Weights of the ranks in a step.
+        rank: Rank of the factor.
+        total: Global weight; the sum of ``weights`` by default.
     """
     total = sum(weights) if total is None else total
     return float(weights[rank] * len(weights) / total) if total else 1.0
 
 
 def _rounded(costs: ArrayLike) -> Floats:
-    # to 24 bits, so that the last digits of a user's function on another kind of processor make no other plan
+    # to 24 bits, so that rounding errors of a cost function on another processor do not change the plan
     mantissa, exponent = np.frexp(non_negative("BalancedSampler(costs=...)", costs))
     return np.ldexp(np.rint(np.ldexp(mantissa, 24)), exponent - 24)

@@ -1,4 +1,4 @@
-"""The forecast for several numbers of ranks, from a file of history lengths alone: as a table and as a picture."""
+"""The forecast for several numbers of ranks from a file of history lengths, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ KINDS = "one length per line (.txt, .txt.gz), .npy, .npz with 'lengths' or 'offs
 
 
 def read_lengths(path: Path, column: str | None = None) -> Floats:
-    """Return the length of every sample in ``path``, shape ``[samples]``.
+    """Return the length of each sample in a file, shape ``[samples]``.
 
     Args:
-        path: ``.txt`` (or no suffix): one length per line; ``.npy``: one-dimensional lengths; ``.npz``: ``lengths``, or
-            ``offsets``, one more than samples; ``.csv``: a header and one row per interaction. Text and CSV also as ``.gz``.
-        column: of a CSV file; a sample is one value of this column, its length the number of its rows.
+        path: ``.txt`` or no suffix: one length per line. ``.npy``: lengths, shape ``[samples]``. ``.npz``: ``lengths``, or
+            ``offsets``, shape ``[samples + 1]``. ``.csv``: a header and one row per interaction. Text and CSV also as ``.gz``.
+        column: Column of a CSV file. Each value of this column is a sample; its length is its number of rows.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: what is wrong, where, and what to pass instead.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file cannot be read or holds no lengths.
     """
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: pass a file with {KINDS}")
+        raise FileNotFoundError(f"{path} does not exist. Pass a file with {KINDS}.")
     if kind not in ("", ".txt", ".npy", ".npz", ".csv") or (path.suffix == ".gz" and kind in (".npy", ".npz")):
-        raise ValueError(f"{path}: unknown suffix {''.join(path.suffixes[-2:])!r}; pass a file with {KINDS}")
+        raise ValueError(f"{path} has the unknown suffix {''.join(path.suffixes[-2:])!r}. Pass a file with {KINDS}.")
     if (kind == ".csv") != (column is not None):
-        raise ValueError(f"{path} with --column {column!r}: a .csv file needs the name of the column to count, others none")
+        raise ValueError(f"{path} with --column {column!r}: pass --column NAME for a .csv file, and only for a .csv file.")
     try:
         values = _from_csv(path, column) if column is not None else _from_array(path) if kind[:3] == ".np" else _from_text(path)
     except (EOFError, OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read ({error}): is it cut off, or of another kind than its suffix says?") from error
+        raise ValueError(f"{path} cannot be read: {error}. Check that it is complete and matches its suffix.") from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or np.iscomplexobj(values):
-        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}: pass one number per sample, shape [samples]")
+        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}. Pass one number per sample, shape [samples].")
     if not len(values):
-        raise ValueError(f"{path} holds no length: pass a file with at least one")
+        raise ValueError(f"{path} holds no length. Pass a file with at least one length.")
     return non_negative(f"{path}, lengths", values)
 
 
 def describe_lengths(lengths: Floats) -> str:
-    """Return number, mean, median and tail of the lengths in one line."""
+    """Return the number, mean, median, 99th percentile and maximum of the lengths as a line."""
     return (
         f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):g}, "
         f"p99 {np.percentile(lengths, 99):.4g}, max {lengths.max():g}"
@@ -83,7 +83,7 @@ def _from_text(path: Path) -> Floats:
                 values += [float(line)] if line.strip() else []
             except ValueError:
                 text = line.strip()[:40]
-                raise ValueError(f"{path}, line {number}: {text!r} is no number; write one length per line") from None
+                raise ValueError(f"{path}, line {number}: {text!r} is no number. Write one length per line.") from None
     return np.array(values, dtype=np.float64)
 
 
@@ -92,11 +92,11 @@ def _from_csv(path: Path, column: str) -> Floats:
         rows = csv.reader(file)
         header = next(rows, [])
         if column not in header:
-            raise ValueError(f"{path} has no column {column!r}, only {header}: name one of them with --column")
+            raise ValueError(f"{path} has no column {column!r}, only {header}. Pass one of them as --column.")
         place, counts = header.index(column), Counter[str]()
         for row in rows:
             if len(row) <= place or not row[place]:
-                raise ValueError(f"{path}, line {rows.line_num}: no value for column {column!r}; fill or drop the row")
+                raise ValueError(f"{path}, line {rows.line_num}: no value in column {column!r}. Fill or drop the row.")
             counts[row[place]] += 1
     return np.array(list(counts.values()), dtype=np.float64)
 
@@ -110,11 +110,11 @@ def _from_array(path: Path) -> Floats:
             if "lengths" in loaded:
                 return loaded["lengths"]
             if "offsets" in loaded:
-                return np.diff(loaded["offsets"].astype(np.int64))  # unsigned offsets would hide a step backwards
+                return np.diff(loaded["offsets"].astype(np.int64))  # signed, to detect decreasing offsets
             names = sorted(loaded)
     except ValueError as error:
-        raise ValueError(f"{path} holds no array of numbers ({error}); pass a file with {KINDS}") from error
-    raise ValueError(f"{path} holds {names}: name the array 'lengths' or 'offsets'")
+        raise ValueError(f"{path} holds no array of numbers: {error}. Pass a file with {KINDS}.") from error
+    raise ValueError(f"{path} holds the arrays {names}. Name the array 'lengths' or 'offsets'.")
 
 
 # -- the forecast
@@ -122,21 +122,16 @@ def _from_array(path: Path) -> Floats:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The figures for one number of ranks; all but ``planning_ms`` are predicted.
+    """The figures for one number of ranks. All but ``planning_ms`` are predicted.
 
     Attributes:
-        ranks: how many share a step.
-        samples_per_step: of all ranks; no more than the data set has. Of a budget, one less in some steps.
-        unbalanced: imbalance of the samples as drawn.
-        zigzag: of FreeScale's zig-zag through the sorted samples (arXiv 2604.24073); None with a budget, which it cannot keep.
-        balanced: of :func:`assign` with the options asked for, by some of the steps and the bounds of all.
-        lower_bound: what no assignment of the same steps can beat within the limits on the counts.
-        dominated: share of the steps in which one sample costs more than the mean rank load.
-        planning_ms: measured here, median time to assign one global batch.
-        advice: what would help where the assignment cannot, see :func:`lightning_freescale.balance.advise`.
-        fill: the share of the budget that an epoch uses; None without one.
-        padding, padding_unbalanced: share of the computed tokens that is padding, balanced and as drawn; None unless batches
-            are padded.
+        ranks: Number of ranks.
+        samples_per_step: Maximum number of samples of a step on all ranks.
+        unbalanced, balanced, lower_bound, dominated, padding, padding_unbalanced: See :class:`BalanceReport`.
+        zigzag: Imbalance of FreeScale's zig-zag (arXiv 2604.24073); None with a budget or padding.
+        planning_ms: Measured median time to assign one global batch, in milliseconds.
+        advice: Text of :func:`lightning_freescale.balance.advise`; None if no advice is needed.
+        fill: Share of the budget that an epoch uses; None without a budget.
     """
 
     ranks: int
@@ -154,7 +149,7 @@ class Forecast:
 
     @property
     def speedup(self) -> float:
-        """Of the compute, over as drawn: a step takes as long as its slowest rank."""
+        """The ratio of the compute times of the slowest rank, as drawn and balanced."""
         return self.unbalanced / self.balanced
 
 
@@ -169,17 +164,9 @@ def forecast(
     micro_batches: int = 1,
     **options: Any,
 ) -> Forecast:
-    """Predict the first ``steps`` steps, drawn as :class:`BalancedSampler` does.
+    """Predict the first steps of a :class:`BalancedSampler` for samples of these lengths, see :func:`predict`.
 
-    Args:
-        lengths: history length of every sample, shape ``[samples]``.
-        ranks: how many share a step.
-        batch_size: samples per rank and step, or a :class:`Budget`.
-        cost: cost of a length; the default :class:`CostModel` if not given.
-        steps: how many to draw at least, see :func:`predict`.
-        seed: seeds the draw.
-        micro_batches: of a step, with ``padded``.
-        **options: ``assignment_mode`` and ``padded`` of :func:`assign`.
+    ``cost`` is by default ``CostModel()``. ``options`` are ``assignment_mode`` and ``padded`` of :func:`assign`.
     """
     padded = options.get("padded", False)
     if padded:
@@ -207,11 +194,11 @@ def forecast(
 
 
 def _planning_ms(plans: Sequence[StepPlan]) -> float:
-    """Return the median time to assign the samples of one of these steps; the first of them has its assignment already."""
+    """Return the median time to assign the samples of a step, except the first step, which has its assignment already."""
     taken = []
-    for plan in plans[1:] or [replace(plans[0])]:  # a copy has none
+    for plan in plans[1:] or [replace(plans[0])]:  # a copy has no assignment yet
         start = time.perf_counter()
-        plan.assignment  # noqa: B018 (made when it is first asked for, and kept)
+        plan.assignment  # noqa: B018 (computed on first use)
         taken.append(time.perf_counter() - start)
     return float(np.median(taken) * 1e3)
 
@@ -223,7 +210,7 @@ _COLUMNS = ("ranks", "as drawn  zig-zag  balanced  lower bound", "as drawn  bala
 
 
 def format_table(rows: Sequence[Forecast]) -> str:
-    """Return the head of the table and one row per number of ranks."""
+    """Return a table with one row for each number of ranks."""
     lines = ["{:5}  {:>44}  {:>18}  {:>9}  {:>9}  {:>9}".format(*head) for head in (_TITLES, _COLUMNS)]
     for row in rows:
         unbalanced, balanced = idle_fraction(row.unbalanced), idle_fraction(row.balanced)
@@ -244,23 +231,18 @@ _LINES = {  # attribute of Forecast: label, colour, marker, line, width
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty picture of this size in inches; ImportError if matplotlib is not installed."""
+    """Return an empty figure of this size in inches; raise ImportError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'lightning-freescale[plot]'") from error
+        raise ImportError("--plot needs matplotlib. Run pip install 'lightning-freescale[plot]'.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, counts: str) -> None:
-    """Draw ``rows`` and write them to ``path``, in the format that its suffix names.
+    """Draw the rows and write the figure to ``path``, in the format of its suffix.
 
-    Args:
-        figure: an empty one.
-        rows: in any order.
-        path: where to.
-        title: above the picture.
-        counts: for which the lower bound holds, see :func:`counts_allowed`.
+    ``counts`` are the counts for which the lower bound holds, see :func:`counts_allowed`.
     """
     axes, ordered = figure.subplots(), sorted(rows, key=lambda row: row.ranks)
     ranks = [row.ranks for row in ordered]
@@ -270,7 +252,7 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, count
         style: dict[str, Any] = {"color": color, "marker": marker or "x", "linestyle": line, "linewidth": width}
         if None in values:
             continue
-        axes.plot(ranks, values, label=label, clip_on=False, **style)  # markers at 1 stand on the lower edge
+        axes.plot(ranks, values, label=label, clip_on=False, **style)  # markers at 1 lie on the lower edge
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.minorticks_off()
@@ -280,7 +262,7 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, count
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     top = axes.get_ylim()[1]
-    axes.set_ylim(1, top)  # where nothing is idle
+    axes.set_ylim(1, top)
     to_idle, to_imbalance = lambda x: 100 - 100 / np.maximum(x, 1e-3), lambda x: 100 / np.maximum(100 - np.asarray(x), 1e-3)
     idle_axis = axes.secondary_yaxis("right", functions=(to_idle, to_imbalance))
     ticks = _idle_ticks(top)
@@ -290,7 +272,7 @@ def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, count
 
 
 def _idle_ticks(top: float) -> list[float]:
-    """Return shares (%) at which to mark an axis whose imbalance goes up to ``top``: none below 0, none too near another."""
+    """Return the shares (%) of the ticks of an axis up to imbalance ``top``, not too close to each other."""
     ticks, free_from = list[float](), 1.0
     for share in (0, 0.1, 0.2, 0.5, 1, 2, 5, *range(10, 100, 10), 95, 98, 99, 99.5, 99.8, 99.9):
         imbalance = 100 / (100 - share)

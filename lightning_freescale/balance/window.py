@@ -1,4 +1,4 @@
-"""The samples of each micro-batch of an optimizer step, so that expensive ones are computed at the same time."""
+"""The division of an optimizer step's samples among its micro-batches, so that expensive samples are computed together."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lightning_freescale.balance.solver import CLOSE_ENOUGH, Ints, Mask, dearest
 from lightning_freescale.balance.validation import Floats
 
 _ONE_BY_ONE, _REPLACED = 64, 2
-"""Ranks of a micro-batch whose company is chosen by itself at most, and how many samples of it are replaced by better ones."""
+"""Maximum number of ranks whose samples are chosen separately, and of their samples that are replaced by better ones."""
 
 
 def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
-    """Return which micro-batch of a window each sample is computed in, shape ``[samples]``; all have as many samples.
+    """Return the micro-batch of each sample of a window, shape ``[samples]``, at equal counts.
 
-    The ranks meet at every micro-batch, so a window takes as long as the slowest ranks of its micro-batches take together.
-    Samples that cost more than a rank's fair share of a micro-batch come into the same one, the most expensive of each rank.
-    The other ranks' samples of it are as expensive, together, as the time allows. The remaining samples cost the same in all
-    other micro-batches. Which micro-batch a sample is in does not change the window's gradient.
+    The ranks wait for each other in every micro-batch. So a window takes the sum of the times of the slowest ranks. Samples
+    that cost more than a rank's fair share of a micro-batch go to the same micro-batch, one to each rank. The other samples of
+    that micro-batch are as expensive as its time allows. The remaining samples cost the same in all other micro-batches. The
+    division does not change the gradient of the window.
 
     Args:
-        costs: shape ``[samples]``.
-        batches: micro-batches; they divide the samples evenly.
-        ranks: how many compute a micro-batch, each as many samples as any other.
+        costs: Costs of the samples, shape ``[samples]``.
+        batches: Number of micro-batches, which divides the number of samples.
+        ranks: Number of ranks, with equal counts in each micro-batch.
     """
     cost = to_integers(costs, ranks * batches)
     each = len(cost) // (ranks * batches)
@@ -42,7 +42,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
         left = left[~chosen]
     else:
         batch = batches - 1
-    # as if every micro-batch had ranks of its own: those that are done at about the same time meet
+    # plan as if each micro-batch had ranks of its own; ranks with similar loads form a micro-batch
     place = assign(cost[left], ranks * (batches - batch)).rank_of_sample
     by_load = np.argsort(-np.bincount(place, cost[left]), kind="stable")
     batch_of_sample[left] = batch + np.argsort(by_load, kind="stable")[place] // ranks
@@ -50,33 +50,30 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
 
 
 def window_bound(costs: Floats, batches: int, ranks: int, assignment_mode: AssignmentMode = "fixed") -> float:
-    """Return the imbalance that no window of these samples can beat, however its micro-batches divide them.
+    """Return a lower bound on the imbalance of a window, for any division among its micro-batches.
 
-    No window is quicker than its samples on ranks that meet only once; nor than its most expensive sample with the cheapest
-    others that its rank must have there, and the cheapest samples in all other micro-batches.
+    A window takes at least the time of one step with all its samples. It also takes at least the time of its most expensive
+    sample, with the cheapest samples that must be beside it, plus that of the cheapest samples in all other micro-batches.
 
     Args:
-        costs: shape ``[samples]``.
-        batches: micro-batches; they divide the samples evenly.
-        ranks: how many compute a micro-batch.
-        assignment_mode: of :func:`assign`.
+        costs: Costs of the samples, shape ``[samples]``.
+        batches: Number of micro-batches, which divides the number of samples.
+        ranks: Number of ranks.
+        assignment_mode: Mode of :func:`assign`.
     """
     bound, _ = assignment_bound(costs, ranks, assignment_mode=assignment_mode)
     if not costs.any():
         return bound
     cost, each = np.sort(costs), len(costs) // (ranks * batches)
-    company = each - 1 if assignment_mode in ("fixed", "zigzag") else 0
-    with_dearest = ranks * (cost[-1] + cost[:company].sum())
+    beside = each - 1 if assignment_mode in ("fixed", "zigzag") else 0
+    with_dearest = ranks * (cost[-1] + cost[:beside].sum())
     return max(bound, float((with_dearest + cost[: (batches - 1) * ranks * each].sum()) / cost.sum()))
 
 
 class DrawnWindow:
-    """The micro-batches of an optimizer step as they were drawn; a balance report compares their plans with them.
+    """The micro-batches of an optimizer step as drawn, with which a balance report compares their plans.
 
-    Args:
-        costs: of each step's samples in drawn order, shape ``[samples]`` each.
-        tokens: of the same samples, if known.
-        ranks: how many share a step.
+    ``costs`` and ``tokens`` hold an array for each micro-batch, in drawn order, shape ``[samples]`` each.
     """
 
     def __init__(self, costs: Sequence[Floats], tokens: Sequence[Floats] | None, ranks: int) -> None:
@@ -85,23 +82,23 @@ class DrawnWindow:
 
     @cached_property
     def unbalanced(self) -> float:
-        """Their imbalance without balancing, each weighted by its cost."""
+        """The imbalance without balancing, each micro-batch weighted by its cost."""
         return self._weighted(self._costs) or 1.0
 
     @cached_property
     def tokens_unbalanced(self) -> float | None:
-        """The same of their tokens; None if they are not known."""
+        """The imbalance of tokens without balancing; None if tokens are unknown."""
         return None if self._tokens is None else self._weighted(self._tokens)
 
     def lower_bound(self, assignment_mode: AssignmentMode) -> float:
-        """Return the imbalance that no window of them can beat in a mode of :func:`assign`."""
+        """Return :func:`window_bound` of these micro-batches."""
         if assignment_mode not in self._bounds:
             whole = np.concatenate(self._costs)
             self._bounds[assignment_mode] = window_bound(whole, len(self._costs), self._ranks, assignment_mode)
         return self._bounds[assignment_mode]
 
     def _weighted(self, values: Sequence[Floats]) -> float | None:
-        """Return the imbalance as drawn, each step weighted by its sum; None if all sums are zero."""
+        """Return the imbalance as drawn, each micro-batch weighted by its sum; None if all sums are zero."""
         total = sum(float(each.sum()) for each in values)
         splits = (contiguous_split(len(each), self._ranks) for each in values)
         slowest = sum(imbalance(each, split, self._ranks) * float(each.sum()) for each, split in zip(values, splits))
@@ -109,19 +106,16 @@ class DrawnWindow:
 
 
 def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
-    """Return the company of the most expensive samples, one of each rank, so that ranks reach ``level`` as far as possible.
+    """Return the mask of a micro-batch with the ``ranks`` most expensive samples, one on each rank, at about equal loads.
 
-    Args:
-        cost: from the most expensive to the cheapest, shape ``[samples]``.
-        level: when the rank with the most expensive one is done, with the cheapest company.
-        ranks: how many there are.
-        each: samples of a rank.
+    ``cost`` is sorted from the most expensive sample. ``level`` is the load to reach: that of the rank with the most expensive
+    sample and the cheapest others. ``each`` is the number of samples of a rank.
     """
     chosen = np.arange(len(cost)) < ranks
     one_by_one = min(ranks, _ONE_BY_ONE)
     for rank in range(one_by_one):
-        company = _dearest_run(cost, chosen, each - 1, level - int(cost[rank]))
-        _replace(cost, chosen, company, level - int(cost[rank]))
+        others = _dearest_run(cost, chosen, each - 1, level - int(cost[rank]))
+        _replace(cost, chosen, others, level - int(cost[rank]))
     rest = ranks - one_by_one
     if rest:
         _dearest_run(cost, chosen, rest * (each - 1), rest * level - int(cost[one_by_one:ranks].sum()))
@@ -129,7 +123,7 @@ def _together(cost: Ints, level: int, ranks: int, each: int) -> Mask:
 
 
 def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
-    """Choose the most expensive neighbours within the time, and return them: they leave the cheapest to others."""
+    """Add the most expensive run within the time to ``chosen`` and return it; cheaper samples stay free for other ranks."""
     left = np.flatnonzero(~chosen)[::-1]  # the cheapest first
     total = np.concatenate([[0], cost[left].cumsum()])
     runs = total[count:] - total[: len(total) - count]
@@ -139,17 +133,17 @@ def _dearest_run(cost: Ints, chosen: Mask, count: int, time: int) -> Ints:
     return run
 
 
-def _replace(cost: Ints, chosen: Mask, company: Ints, time: int) -> None:
-    """Replace some of a rank's company, in place, by more expensive samples that still fit into the time."""
+def _replace(cost: Ints, chosen: Mask, others: Ints, time: int) -> None:
+    """Replace some of ``others``, the samples beside a rank's most expensive one, by more expensive ones within the time."""
     for _ in range(_REPLACED):
         left = np.flatnonzero(~chosen)[::-1]
-        spare = time - int(cost[company].sum())
-        if spare <= 0 or not len(company) or not len(left):
+        spare = time - int(cost[others].sum())
+        if spare <= 0 or not len(others) or not len(left):
             return
-        place = np.searchsorted(cost[left], cost[company] + spare, side="right") - 1
-        gain = np.where(place >= 0, cost[left[place]] - cost[company], 0)
+        place = np.searchsorted(cost[left], cost[others] + spare, side="right") - 1
+        gain = np.where(place >= 0, cost[left[place]] - cost[others], 0)
         best = int(gain.argmax())
         if gain[best] <= 0:
             return
-        chosen[company[best]], chosen[left[place[best]]] = False, True
-        company[best] = left[place[best]]
+        chosen[others[best]], chosen[left[place[best]]] = False, True
+        others[best] = left[place[best]]

@@ -1,7 +1,7 @@
-"""The training step of more ranks than there are, predicted: numpy alone, and the assignment is the caller's.
+"""A simulator of the training step on any number of ranks, which needs only numpy.
 
-Knowledge goes one way: a ``Quantity`` says what is known and how, ``Network``, ``TrainingLoad`` and ``Catalogue`` are made of
-quantities, ``Techniques`` chooses, ``step_times`` computes the steps, and ``simulate`` puts intervals around what comes out.
+``Network``, ``TrainingLoad`` and ``Catalogue`` consist of ``Quantity`` objects, each with a range and a source. ``Techniques``
+are the techniques in use. ``step_times`` computes the times of steps, and ``simulate`` their intervals.
 """
 
 from lightning_freescale.simulator.catalogue import Catalogue

@@ -1,4 +1,4 @@
-"""The rows that a batch needs, and those that it shares with another one: closed forms for Zipf-distributed items."""
+"""Closed forms for the number of rows that batches of Zipf-distributed items need and share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ _STEEPEST = 3.0
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Items whose popularity falls as ``rank ** -exponent``; lookups are independent of each other.
+    """Items whose popularity falls as ``rank ** -exponent``. Lookups are independent of each other.
 
     Attributes:
-        rows: how many there are.
-        exponent: of their popularity.
+        rows: Number of items.
+        exponent: Exponent of the popularity.
+
+    Raises:
+        ValueError: ``rows`` is less than 1.
     """
 
     rows: int = 10_000_000
@@ -30,44 +33,44 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         if self.rows < 1:
-            raise ValueError(f"Catalogue(rows={self.rows}): pass at least 1")
+            raise ValueError(f"Catalogue(rows={self.rows}): pass a number of at least 1")
 
     @property
     def edges(self) -> Floats:
-        """Popularity ranks at which the bins begin whose rows count as equally popular; the last is beyond all."""
-        return _edges(self.rows)
+        """The boundaries, as popularity ranks, of the bins whose rows count as equally popular."""
+        return np.unique(np.geomspace(1, self.rows + 1, _BINS).round())
 
     def unique(self, tokens: Floats | float) -> Floats:
-        """Return how many rows so many lookups need, each once; of the shape of ``tokens``."""
+        """Return the expected number of different rows of ``tokens`` lookups, in the shape of ``tokens``."""
         chance, count = self._popularity()
         return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ count)
 
     def colliding(self, tokens: Floats | float, others: float) -> Floats:
-        """Return how many of these rows are among those that ``others`` lookups need."""
+        """Return the expected number of rows that ``tokens`` lookups share with ``others`` other lookups."""
         chance, count = self._popularity()
         needed = -np.expm1(-others * chance) * count
         return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ needed)
 
     def hot_owner(self, ranks: int) -> float:
-        """Return what is asked of the owner of the most popular item, over the mean, where every lookup is a row of its own."""
+        """Return the load of the most popular item's owner / mean load of the owners, if duplicate rows are sent."""
         chance, _ = self._popularity()
         return float(1 + (ranks - 1) * chance[0])
 
     def collision_rate(self, tokens: float) -> float:
-        """Return the share of the rows of a global batch of so many lookups that the batch before needed as well."""
+        """Return the share of the rows of a global batch of ``tokens`` lookups that the batch before also needs."""
         return float(self.colliding(tokens, tokens) / self.unique(tokens))
 
     def fitted(self, collision_rate: Quantity, tokens: float) -> Catalogue:
-        """Return the catalogue of as many rows whose global batches of so many lookups collide as was measured.
+        """Return the catalogue with the same number of rows whose global batches of ``tokens`` lookups have a collision rate.
 
         Raises:
-            ValueError: no exponent up to 3 leads to such a rate.
+            ValueError: No exponent up to 3 leads to this rate.
         """
         least, most = (self._with(end).collision_rate(tokens) for end in (0.0, _STEEPEST))
         if not least <= collision_rate.value <= most:
             raise ValueError(
-                f"collision rate {collision_rate.value:.3f} of {tokens:.0f} lookups in {self.rows} rows: "
-                f"between {least:.3f} and {most:.3f} would be possible; check the number of rows"
+                f"the collision rate {collision_rate.value:.3f} is not possible for {tokens:.0f} lookups in {self.rows} rows, "
+                f"only rates from {least:.3f} to {most:.3f} are. Check the number of rows."
             )
         low, value, high = (
             self._exponent(min(max(rate, least), most), tokens)
@@ -91,16 +94,12 @@ class Catalogue:
         return _popularity(self.rows, self.exponent.value)
 
 
-def _edges(rows: int) -> Floats:
-    return np.unique(np.geomspace(1, rows + 1, _BINS).round())
-
-
 @lru_cache(maxsize=256)
 def _popularity(rows: int, exponent: float) -> tuple[Floats, Floats]:
-    """Chance of a row to be looked up, and number of rows, of bins that grow as the popularity falls."""
-    edges = _edges(rows)
+    """Return the probability of a row to be looked up and the number of rows for each bin."""
+    edges = Catalogue(rows).edges
     count = np.diff(edges)
-    first, last = edges[:-1] - 0.5, edges[1:] - 0.5  # the integral around each row
+    first, last = edges[:-1] - 0.5, edges[1:] - 0.5  # limits of the integral around each row
     if abs(exponent - 1) < 1e-9:
         weight = np.log(last / first)
     else:
@@ -111,7 +110,7 @@ def _popularity(rows: int, exponent: float) -> tuple[Floats, Floats]:
 
 
 def _over_grid(tokens: Floats | float, function: Callable[[Floats], Floats]) -> Floats:
-    """Evaluate at a few numbers and interpolate: a thousand ranks hold nearly the same."""
+    """Evaluate the function on a grid and interpolate, because many ranks have similar numbers of tokens."""
     asked = np.asarray(tokens, dtype=np.float64)
     low, high = float(asked.min()), float(asked.max())
     if high <= 0:

@@ -1,4 +1,4 @@
-"""The time of an exchange between all ranks: links that are shared fairly, or the busiest direction of any."""
+"""The time of an exchange between all ranks, by fairly shared links or by the busiest link."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from lightning_freescale.simulator.quantity import WORDS, Quantity, assumed
 
 Floats = NDArray[np.float64]
 EXACT_RANKS = 8
-"""Up to so many ranks every flow is followed; beyond, the last to arrive and the busiest link decide."""
+"""Number of ranks up to which each flow is simulated. Above, the last arrival and the busiest link determine the time."""
 _NOTHING = 1e-6  # bytes
 
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the ranks. All links are full duplex.
+    """The network between the ranks. All links are full duplex.
 
     Attributes:
-        bandwidth: bytes per second and direction that a rank has to ranks of other nodes.
-        latency: seconds of an exchange besides its bytes.
-        peer_latency: seconds that it takes more for every other rank.
-        ranks_per_node: ranks are numbered node after node.
-        node_bandwidth: bytes per second and direction to the ranks of its own node; nothing to do with the other link.
+        bandwidth: Bandwidth of a rank to other nodes, in bytes per second and direction.
+        latency: Latency of an exchange, in seconds.
+        peer_latency: Additional latency for each other rank, in seconds.
+        ranks_per_node: Number of ranks of a node, which have consecutive numbers.
+        node_bandwidth: Bandwidth of a rank to its own node, on a separate link, in bytes per second and direction.
+
+    Raises:
+        ValueError: A bandwidth, a latency or the number of ranks is too small.
     """
 
     bandwidth: Quantity = field(
         default_factory=lambda: assumed(48e9, 24e9, 49e9, "B/s", "one 400 Gb/s card per GPU: nccl-tests #267, NCCL #1531")
     )
-    latency: Quantity = field(default_factory=lambda: assumed(2e-5, 1e-5, 1e-4, "s", "an exchange of NCCL"))
+    latency: Quantity = field(default_factory=lambda: assumed(2e-5, 1e-5, 1e-4, "s", "an NCCL exchange"))
     peer_latency: Quantity = field(default_factory=lambda: assumed(3e-6, 1.5e-6, 4.5e-6, "s", "NCCL #1531, 64 H800"))
     ranks_per_node: int = 8
     node_bandwidth: Quantity = field(
@@ -42,25 +45,23 @@ class Network:
     )
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1 or min(self.bandwidth.low, self.node_bandwidth.low) <= 0 or min(self._latencies()) < 0:
+        bandwidth, latency = min(self.bandwidth.low, self.node_bandwidth.low), min(self.latency.low, self.peer_latency.low)
+        if self.ranks_per_node < 1 or bandwidth <= 0 or latency < 0:
             raise ValueError(
                 f"Network(bandwidth={self.bandwidth}, latency={self.latency}, peer_latency={self.peer_latency}, "
                 f"ranks_per_node={self.ranks_per_node}, node_bandwidth={self.node_bandwidth}): pass bandwidths > 0, "
-                "latencies >= 0, at least one rank per node"
+                "latencies >= 0, and at least one rank per node"
             )
-
-    def _latencies(self) -> tuple[float, float]:
-        return self.latency.low, self.peer_latency.low
 
     @classmethod
     def read(cls, path: Path) -> Network:
-        """Return the network that a JSON file describes; fields that it leaves out stay as assumed.
+        """Return the network that a JSON file describes. Fields that are not in the file keep their defaults.
 
-        A quantity is a number, or ``{"value": 25e9, "low": 20e9, "high": 26e9, "word": "measured", "source": "nccl-tests"}``; a
-        number alone is assumed, with no range.
+        A quantity is a number, or ``{"value": 25e9, "low": 20e9, "high": 26e9, "word": "measured", "source": "nccl-tests"}``. A
+        number is an assumption without a range.
 
         Raises:
-            ValueError: it is no such file; names the entry.
+            ValueError: The file is not valid JSON, or an entry is invalid.
         """
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +69,7 @@ class Network:
             raise ValueError(f"{path} is not JSON: {error}") from error
         known = [each.name for each in fields(cls)]
         if not isinstance(given, Mapping) or set(given) - set(known):
-            raise ValueError(f"{path} describes no network: pass an object with some of {', '.join(known)}")
+            raise ValueError(f"{path} describes no network. Pass an object with some of {', '.join(known)}.")
         default = cls()
         return cls(**{name: _entry(path, name, getattr(default, name), value) for name, value in given.items()})
 
@@ -80,16 +81,16 @@ class Network:
         node_share: float | None = None,
         hot_owner: float = 1.0,
     ) -> Floats:
-        """Return when each rank has its exchange behind it, shape ``[ranks]``.
+        """Return the time at which each rank has finished its exchange, shape ``[ranks]``.
 
-        What a rank sends and receives is spread evenly over all owners, itself included, but for the hottest one.
+        The bytes of a rank are spread evenly over all owners of rows, including itself, except for the busiest owner.
 
         Args:
-            arrival: when each rank begins, shape ``[ranks]``.
-            outgoing: bytes that each rank sends of its own, to the owners of rows; shape ``[ranks]``.
-            incoming: bytes that each rank gets for itself, from the owners; shape ``[ranks]``.
-            node_share: in two levels: of what the ranks of a node send or get, the share that crosses between nodes.
-            hot_owner: what is asked of the owner that has most to do, over the mean; not in two levels, where rows travel once.
+            arrival: Time at which each rank begins, shape ``[ranks]``.
+            outgoing: Bytes that each rank sends to the owners, shape ``[ranks]``.
+            incoming: Bytes that each rank receives from the owners, shape ``[ranks]``.
+            node_share: Share of a node's bytes that crosses between nodes in an exchange in two levels; None for one level.
+            hot_owner: Load of the busiest owner / mean load of the owners. An exchange in two levels ignores it.
         """
         ranks = len(arrival)
         if ranks == 1:
@@ -102,22 +103,19 @@ class Network:
         return np.full(ranks, arrival.max() + fixed + self._busiest(outgoing, incoming, hot_owner))
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Return the seconds of a ring over all ranks, of ``size`` bytes each."""
+        """Return the seconds of a ring all-reduce of ``size`` bytes over all ranks."""
         slowest = self.bandwidth.value if self._nodes(ranks) > 1 else self.node_bandwidth.value
         return 0.0 if ranks == 1 or size == 0 else 2 * self.latency.value + 2 * (ranks - 1) / ranks * size / slowest
 
     def _nodes(self, ranks: int) -> int:
         return -(-ranks // self.ranks_per_node)
 
-    def _on_node(self, ranks: int) -> int:
-        return min(self.ranks_per_node, ranks)
-
     def _busiest(self, outgoing: Floats, incoming: Floats, hot_owner: float) -> float:
-        """Seconds of the link that has most to do, in one direction."""
-        ranks, near = len(outgoing), self._on_node(len(outgoing)) - 1
+        """Return the seconds of the busiest link in one direction."""
+        ranks, near = len(outgoing), min(self.ranks_per_node, len(outgoing)) - 1
         all_out, all_in = outgoing.sum(), incoming.sum()
         far = ranks - 1 - near
-        # of a rank's own, one part goes to each; of the others', one part comes from each of the same node
+        # a rank sends one part of its own bytes to each owner, and as an owner receives one part of each other rank's bytes
         others = (ranks - hot_owner) / max(ranks - 1, 1) ** 2
         sends = max((outgoing + (all_in - incoming) * others).max(), (all_out + hot_owner * all_in) / ranks)
         gets = max((incoming + (all_out - outgoing) * others).max(), (all_in + hot_owner * all_out) / ranks)
@@ -125,8 +123,8 @@ class Network:
         return max(far * most / self.bandwidth.value, near * most / self.node_bandwidth.value)
 
     def _in_two_levels(self, arrival: Floats, outgoing: Floats, incoming: Floats, share: float) -> Floats:
-        """Through proxies of the own node, which bring together what it needs; the two stages one after the other."""
-        ranks, near = len(arrival), self._on_node(len(arrival))
+        """Return the finish times if proxies on each node collect its rows; the two stages follow each other."""
+        ranks, near = len(arrival), min(self.ranks_per_node, len(arrival))
         nodes = self._nodes(ranks)
         fixed = 2 * self.latency.value + self.peer_latency.value * (near - 1 + nodes - 1)
         most = float(max(outgoing.max(), outgoing.mean(), incoming.max(), incoming.mean()))
@@ -135,16 +133,16 @@ class Network:
         return np.full(ranks, arrival.max() + fixed + within + crossing)
 
     def _flows(self, arrival: Floats, outgoing: Floats, incoming: Floats, fixed: float, hot_owner: float) -> Floats:
-        """Every pair's bytes as a flow; each link is shared equally by those on it, at both ends."""
+        """Return the finish times if the bytes of each pair are a flow, and the flows of a link share it equally."""
         ranks = len(arrival)
-        asked = np.full(ranks, (ranks - hot_owner) / (ranks - 1))  # of each owner, over the mean
+        asked = np.full(ranks, (ranks - hot_owner) / (ranks - 1))  # load of each owner / mean load
         asked[0] = hot_owner
         size = (outgoing[:, None] * asked[None, :] + incoming[None, :] * asked[:, None]) / ranks
         np.fill_diagonal(size, 0.0)
         source, target = np.nonzero(size > _NOTHING)
         far = source // self.ranks_per_node != target // self.ranks_per_node
         speed = np.where(far, self.bandwidth.value, self.node_bandwidth.value)
-        sends, gets = 2 * source + far, 2 * target + far  # each rank has a link of each kind
+        sends, gets = 2 * source + far, 2 * target + far  # each rank has a link within and a link out of its node
         left, begin = size[source, target], np.maximum(arrival[source], arrival[target]) + fixed
         end = begin.copy()
         alive, now = np.ones(len(left), dtype=bool), begin.min() if len(begin) else 0.0
@@ -165,8 +163,7 @@ class Network:
             now += span
             end[done] = now
             alive &= ~done
-        finish = np.full(ranks, arrival.max() if not len(source) else 0.0) + fixed * (not len(source))
-        finish = np.maximum(finish, arrival)
+        finish = arrival.copy() if len(source) else np.full(ranks, arrival.max() + fixed)
         np.maximum.at(finish, source, end)
         np.maximum.at(finish, target, end)
         return finish
@@ -176,11 +173,11 @@ def _entry(path: Path, name: str, default: Any, given: Any) -> Any:
     if name == "ranks_per_node":
         if isinstance(given, int) and given >= 1:
             return given
-        raise ValueError(f"{path}, {name}: {given!r} is not a whole number >= 1")
+        raise ValueError(f"{path}, {name}: {given!r} is not an integer of at least 1")
     quantity = {"value": given} if isinstance(given, (int, float)) else given
     try:
         return Quantity(**{"word": WORDS[1], "unit": default.unit, "source": path.name, **quantity})
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}, {name}: {given!r} is no quantity ({error}); pass a number, or value, low, high, word"
+            f"{path}, {name}: {given!r} is no quantity: {error}. Pass a number, or an object with value, low, high and word."
         ) from error

@@ -1,7 +1,4 @@
-"""The outlook for each technique on a number of ranks: predicted with intervals, as a table and as a picture.
-
-Lengths are drawn anew, and so are the assumptions.
-"""
+"""Predicted step times of each technique on a number of ranks, with intervals, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -25,43 +22,43 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 SHARE = 0.9
-"""Of what was drawn, an interval leaves out as much on either side as makes this."""
+"""Share of the drawn values that an interval contains."""
 LABELS = {
     "linear": "compute per item",
     "quadratic": "compute per item squared",
     "constant": "compute per history",
-    "base": "compute besides histories",
+    "base": "compute independent of histories",
     "exponent": "popularity exponent",
     "dense_bytes": "dense gradients",
     "host": "host work per step",
-    "call": "a call of Python",
+    "call": "time of a Python call",
     "contention": "contention for multiprocessors",
-    "late_weights": "weights' share of a split backward",
-    "split_cost": "what a split costs",
+    "late_weights": "share of weights in a split backward",
+    "split_cost": "cost of a split backward",
     "bandwidth": "bandwidth between nodes",
     "latency": "latency of an exchange",
-    "peer_latency": "latency per further rank",
+    "peer_latency": "latency per other rank",
     "node_bandwidth": "bandwidth within a node",
 }
-"""What quantities are called where they are shown."""
-_HEAD = ("ranks", "technique", "step ms", "bubble", "of it gone", "speed-up", "limit")
+"""Names of the quantities in tables and on the page."""
+_HEAD = ("ranks", "technique", "step ms", "bubble", "removed", "speed-up", "limit")
 _ROW = "{:>5}  {:<18}{:>24}{:>24}{:>24}{:>22}{:>22}"
 _COLOURS = ("#8c8c8c", "#e08214", "#8073ac", "#2166ac", "#1b9e77", "#b2182b", "#542788", "#35978f", "#bf812d")
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A technique, or several, on so many ranks; all figures are predicted.
+    """The predicted figures of some techniques on a number of ranks.
 
     Attributes:
-        ranks: how many.
-        name: of the techniques.
-        techniques: which are on.
-        step: wall time of a step in seconds.
-        bubble: share of the ranks' time in which they do not compute.
-        speed_up: over plain, end to end.
-        removed: of plain's bubble, as time, the share that is gone.
-        limit: what no technique can exceed, 1 / (1 - b) by plain's bubble b.
+        ranks: Number of ranks.
+        name: Name of the techniques.
+        techniques: Techniques in use.
+        step: Wall time of a step in seconds.
+        bubble: Share of the ranks' time in which they do not compute.
+        speed_up: End-to-end speed-up over plain.
+        removed: Removed share of plain's bubble time.
+        limit: Maximum speed-up of any technique, 1 / (1 - b) for the bubble b of plain.
     """
 
     ranks: int
@@ -74,7 +71,7 @@ class Outlook:
     limit: Quantity
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the figures for JSON."""
         figures = {name: getattr(self, name).as_dict() for name in ("step", "bubble", "speed_up", "removed", "limit")}
         return {"ranks": self.ranks, "name": self.name, "techniques": str(self.techniques), **figures}
 
@@ -91,31 +88,31 @@ def simulate(
     draws: int = 8,
     seed: int = 0,
 ) -> list[Outlook]:
-    """Predict steps of so many ranks, every variant on the same samples.
+    """Predict steps on a number of ranks, with the same samples for each variant.
 
-    Histories are drawn with replacement: where ranks x batch size are more than there are, it is as if there were more of the
-    kind. An interval holds 90 % of what pairs of steps come to, each pair drawn from lengths that are themselves drawn from the
-    given ones (bootstrap), and with the assumptions anywhere in their ranges, independently of each other.
+    Histories are drawn with replacement, so that a step can have more samples than the data set. An interval contains 90 % of
+    the results of pairs of steps. Each pair is drawn from lengths that are resampled from the given ones (bootstrap), and the
+    assumptions are drawn independently from their ranges.
 
     Args:
-        lengths: history length of every sample, shape ``[samples]``, > 0.
-        ranks: how many share a step.
-        load: what a step has to compute and to move.
-        network: what connects the ranks.
-        assignment_mode: of :func:`~lightning_freescale.balance.assign`, for the variants that balance.
-        variants: by name; plain, which all are compared with, is the first, or added. By default :data:`LADDER`.
-        steps: how many to draw, at least two.
-        draws: of the assumptions, for each pair of steps; 0 leaves them at their values.
-        seed: of all that is drawn.
+        lengths: History length of each sample, shape ``[samples]``, >= 0 and not all 0.
+        ranks: Number of ranks.
+        load: Compute and exchanged bytes of a step.
+        network: Network between the ranks.
+        assignment_mode: Mode of :func:`~lightning_freescale.balance.assign` for variants that balance.
+        variants: Techniques by name. ``"plain"``, with which all variants are compared, is added. :data:`LADDER` by default.
+        steps: Number of steps to draw, at least 2.
+        draws: Number of draws of the assumptions for each pair of steps; 0 to use their values only.
+        seed: Seed of all draws.
 
     Raises:
-        ValueError: there is no length, or not that many ranks or steps; names it.
+        ValueError: An argument is invalid.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     if lengths.ndim != 1 or not len(lengths) or not (lengths >= 0).all() or not lengths.any():
         raise ValueError(f"simulate(lengths of shape {lengths.shape}): pass one number >= 0 per history, not all of them 0")
     if ranks < 1 or steps < 2 or draws < 0:
-        raise ValueError(f"simulate(ranks={ranks}, steps={steps}, draws={draws}): pass at least 1 rank, 2 steps, 0 draws")
+        raise ValueError(f"simulate(ranks={ranks}, steps={steps}, draws={draws}): pass ranks >= 1, steps >= 2, draws >= 0")
     chosen = {"plain": Techniques(), **(LADDER if variants is None else variants)}
     rng = np.random.default_rng([seed, ranks, 1])
     ranges = {**quantities(load), **quantities(network)}
@@ -125,7 +122,7 @@ def simulate(
     for sums in pairs_of_steps(lengths, ranks, load, steps, seed, assignment_mode=mode):
         for draw in range(draws + 1):
             at = {name: known.at(rng.random()) if draw else known.value for name, known in ranges.items()}
-            # that of the exponent's range is fine enough in steps: its popularities are kept
+            # round, so that the cache of popularities is used
             at["exponent"] = round(at["exponent"], 2)
             setting = pinned(load, at), pinned(network, at)
             for name, techniques in chosen.items():
@@ -148,16 +145,10 @@ def pairs_of_steps(
     assignment_mode: AssignmentMode | None = "fixed",
     resample: bool = True,
 ) -> Iterator[dict[bool, Floats]]:
-    """Yield pairs of steps: sums of 1, L and L² of the ranks' samples, shape ``[2, ranks, 3]``, by whether they are balanced.
+    """Yield pairs of steps, as drawn (False) and balanced (True).
 
-    Args:
-        lengths: of the histories, shape ``[samples]``.
-        ranks: how many share a step.
-        load: its costs are assigned by.
-        steps: how many to draw, half as many pairs.
-        seed: of the draw.
-        assignment_mode: of balanced steps; None leaves samples as drawn.
-        resample: draw each pair from lengths that are themselves drawn from the given ones.
+    A pair is the sums of 1, L and L² over each rank's samples, shape ``[2, ranks, 3]``. See :func:`simulate` for the arguments.
+    With ``assignment_mode=None``, no balanced steps are yielded. With ``resample``, each pair has lengths of its own.
     """
     rng, size = np.random.default_rng([seed, ranks]), ranks * load.batch_size
     for _ in range(steps // 2):
@@ -174,7 +165,7 @@ def pairs_of_steps(
 
 
 def _figures(sums: Floats, load: TrainingLoad, network: Network, techniques: Techniques) -> Floats:
-    """Wall time and useful compute of a step, means."""
+    """Return the mean wall time and compute of a step."""
     compute = load.seconds(sums) + load.base.value
     traffic = expected_traffic(load.seconds(sums), sums[:, :, 1], load, network, techniques)
     walls = step_times(traffic, load, network, techniques)
@@ -182,7 +173,7 @@ def _figures(sums: Floats, load: TrainingLoad, network: Network, techniques: Tec
 
 
 def _outlook(ranks: int, name: str, techniques: Techniques, nominal: list[Floats], drawn: list[Floats]) -> Outlook:
-    """Of plain and of this one, each of shape ``[draws, 2]``: wall and compute."""
+    """Return the outlook from wall time and compute of plain and of these techniques, shape ``[draws, 2]`` each."""
     values = _derived(*(found.mean(axis=0, keepdims=True) for found in nominal))
     spread = _derived(*drawn)
     known = {}
@@ -208,7 +199,7 @@ def _derived(plain: Floats, this: Floats) -> dict[str, Floats]:
 
 
 def format_outlooks(outlooks: Sequence[Outlook]) -> str:
-    """Return a table of the predicted figures, a row each, with their intervals."""
+    """Return a table of the predicted figures with their intervals."""
     lines = [_ROW.format(*_HEAD)]
     for number, each in enumerate(outlooks):
         first = number == 0 or outlooks[number - 1].ranks != each.ranks
@@ -221,17 +212,17 @@ def format_outlooks(outlooks: Sequence[Outlook]) -> str:
 
 
 def format_known(known: Mapping[str, Quantity]) -> str:
-    """Return a line for each quantity: what it is, within which range, whether measured or assumed, and by whom."""
+    """Return a line for each quantity with its value, range, origin and source."""
     width = max((len(LABELS[name]) for name in known), default=0)
     return "\n".join(f"  {LABELS[name]:<{width}}  {_readable(each)}" for name, each in known.items())
 
 
 EXPLANATION = (
-    f"All figures are predicted; in brackets {SHARE:.0%} of what lengths drawn anew, and assumptions anywhere in their\n"
-    "ranges, lead to. Bubble: 1 - compute / wall time. Of it gone: of plain's bubble, as time. Limit: 1 / (1 - b) by plain's\n"
-    "bubble b, which no technique can exceed."
+    f"All figures are predicted. Brackets contain {SHARE:.0%} of the results for resampled lengths and for assumptions drawn\n"
+    "from their ranges. Bubble: 1 - compute / wall time. Removed: share of plain's bubble time. Limit: maximum speed-up of\n"
+    "any technique, 1 / (1 - b) for the bubble b of plain."
 )
-"""What the columns mean."""
+"""Explanation of the columns."""
 
 
 def _share(of: Quantity) -> str:
@@ -256,7 +247,6 @@ _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
 
 
 def _readable(of: Quantity) -> str:
-    """In the largest unit of which there is at least one."""
     choices = _UNITS.get(of.unit, ((1.0, of.unit),))
     factor, unit = next((each for each in choices if of.value * each[0] >= 1), choices[-1])
     value, low, high = (f"{factor * number:.3g}" for number in (of.value, of.low, of.high))
@@ -268,7 +258,7 @@ def _readable(of: Quantity) -> str:
 
 
 def plot(figure: Figure, outlooks: Sequence[Outlook], path: Path, title: str) -> None:
-    """Draw the outlooks, and write them to ``path``, in the format that its suffix names; a band is an interval."""
+    """Draw the outlooks and write the figure to ``path``, in the format of its suffix. A band is an interval."""
     left, right = figure.subplots(1, 2)
     names = list(dict.fromkeys(each.name for each in outlooks))
     for name, colour in zip(names, _COLOURS * (1 + len(names) // len(_COLOURS))):

@@ -1,4 +1,4 @@
-"""A number with what is known about it: measured, assumed or predicted, and within which range."""
+"""A number with its origin (measured, assumed or predicted), range and source."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Quantity:
-    """A figure that says where it comes from.
+    """A number with its origin, range and source.
 
     Attributes:
-        value: the best that is known, or guessed.
-        word: whether it was measured, is assumed, or is predicted from such.
-        low, high: the range of an assumption, the spread of a measurement, the interval of a prediction; by default ``value``.
-        unit: such as ``"s"``; empty for shares and ratios.
-        source: who says so.
+        value: The best known value.
+        word: The origin of the value.
+        low, high: Range of an assumption, spread of a measurement or interval of a prediction; ``value`` by default.
+        unit: Unit, such as ``"s"``; empty for shares and ratios.
+        source: Source of the value.
 
     Raises:
-        ValueError: a number is not finite, the range does not hold the value, or there is no such word.
+        ValueError: A number is not finite, the value is outside the range, or the word is unknown.
     """
 
     value: float
@@ -46,7 +46,7 @@ class Quantity:
             )
 
     def at(self, share: float) -> float:
-        """Return the number at a ``share``, 0 to 1, of the range: by ratios where it is above zero, else by differences."""
+        """Return the number at a ``share``, 0 to 1, of the range: geometric if ``low`` is above 0, linear otherwise."""
         if self.low > 0:
             return float(self.low * (self.high / self.low) ** share)
         return self.low + (self.high - self.low) * share
@@ -57,7 +57,7 @@ class Quantity:
         return f"{self.value:.4g}{spread}{unit}, {self.word}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
@@ -67,7 +67,7 @@ def assumed(value: float, low: float, high: float, unit: str = "", source: str =
 
 
 def quantities(holder: Any) -> dict[str, Quantity]:
-    """Return the quantities among the fields of a dataclass, and of those it holds, by the names of these fields."""
+    """Return the quantities among the fields of a dataclass and of the dataclasses in it, by field name."""
     found: dict[str, Quantity] = {}
     for field in fields(holder):
         value = getattr(holder, field.name)
@@ -79,7 +79,7 @@ def quantities(holder: Any) -> dict[str, Quantity]:
 
 
 def pinned(holder: T, numbers: Mapping[str, float]) -> T:
-    """Return the same dataclass with every quantity at the number that is given for its field."""
+    """Return a copy of a dataclass in which each quantity has the given number of its field as value and range."""
     changed: dict[str, Any] = {}
     for field in fields(holder):  # type: ignore[arg-type]
         value = getattr(holder, field.name)

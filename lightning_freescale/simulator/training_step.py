@@ -1,4 +1,4 @@
-"""The step, rank by rank: each continues when its own work and its exchange are done, whichever is later (max-plus)."""
+"""The times of a training step: each rank continues when both its own work and its exchange are done (max-plus)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ ID_BYTES = 8
 
 @dataclass(frozen=True)
 class TrainingLoad:
-    """A rank's step, as measured or assumed.
+    """The work of a rank's step, measured or assumed.
 
     Attributes:
-        batch_size: samples per rank and step.
-        linear: seconds of compute per item of a history.
-        quadratic: seconds per square of its length.
-        constant: seconds per history.
-        base: seconds of a rank's step that no sample explains.
-        catalogue: the rows, and how popular they are.
-        row_bytes: of the rows of all tables that an item looks up.
-        dense_bytes: of the gradients that are reduced over all ranks.
-        host: seconds per step in which a rank neither computes nor exchanges: the loop, launches, waits for data.
-        overlap_calls: calls that the overlapped exchange takes on the host, for a step and for each further rank.
-        call: seconds of such a call.
-        contention: share by which compute takes longer while an exchange on streaming multiprocessors is under way.
-        late_weights: share of compute that a split backward has after the gradients of the rows.
-        split_cost: share by which a split backward lengthens compute.
-        backward: share of compute that is backward.
+        batch_size: Number of samples per rank and step.
+        linear: Compute of an item of a history, in seconds.
+        quadratic: Compute per squared length of a history, in seconds.
+        constant: Compute of a history, in seconds.
+        base: Compute of a step that does not depend on samples, in seconds.
+        catalogue: Number and popularity of the rows.
+        row_bytes: Bytes of the rows of all tables that an item looks up.
+        dense_bytes: Bytes of the gradients that are reduced over all ranks.
+        host: Seconds of a step for the loop, launches and waiting for data.
+        overlap_calls: Number of Python calls of the overlapped exchange, per step and per rank.
+        call: Seconds of such a call.
+        contention: Share by which an exchange on streaming multiprocessors slows compute down.
+        late_weights: Share of compute that a split backward does after the gradients of the rows.
+        split_cost: Share by which a split backward increases compute.
+        backward: Share of backward in compute.
+
+    Raises:
+        ValueError: ``batch_size`` or ``row_bytes`` is less than 1.
     """
 
     batch_size: int
@@ -46,30 +49,30 @@ class TrainingLoad:
     catalogue: Catalogue = field(default_factory=Catalogue)
     row_bytes: int = 1024
     dense_bytes: Quantity = field(default_factory=lambda: assumed(2e8, 1e7, 1e9, "B", "50 million dense parameters"))
-    host: Quantity = field(default_factory=lambda: assumed(2e-3, 1e-3, 6e-3, "s", "the loop and its launches"))
+    host: Quantity = field(default_factory=lambda: assumed(2e-3, 1e-3, 6e-3, "s", "training loop and kernel launches"))
     overlap_calls: tuple[int, int] = (855, 79)
-    call: Quantity = field(default_factory=lambda: assumed(1.5e-7, 1e-7, 5e-7, "s", "a call of Python"))
+    call: Quantity = field(default_factory=lambda: assumed(1.5e-7, 1e-7, 5e-7, "s", "a Python call"))
     contention: Quantity = field(default_factory=lambda: assumed(0.1, 0.0, 0.3, "", "FreeScale, figure 10; PyTorch #179937"))
-    late_weights: Quantity = field(default_factory=lambda: assumed(0.15, 0.1, 0.25, "", "linear layers' share of backward"))
+    late_weights: Quantity = field(default_factory=lambda: assumed(0.15, 0.1, 0.25, "", "share of linear layers in backward"))
     split_cost: Quantity = field(default_factory=lambda: assumed(0.05, 0.0, 0.09, "", "measured on a CPU"))
     backward: float = 2 / 3
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.row_bytes < 1:
-            raise ValueError(f"TrainingLoad(batch_size={self.batch_size}, row_bytes={self.row_bytes}): pass at least 1 of each")
+            raise ValueError(f"TrainingLoad(batch_size={self.batch_size}, row_bytes={self.row_bytes}): pass numbers >= 1")
 
     @classmethod
     def from_compute(
         cls, batch_size: int, lengths: Floats, compute: Quantity, attention: Quantity, **others: object
     ) -> TrainingLoad:
-        """Return the load of which only the compute of a mean step is known.
+        """Return the load for a given compute time of the mean step.
 
         Args:
-            batch_size: samples per rank and step.
-            lengths: of the histories, shape ``[samples]``.
-            compute: seconds of a rank's step, mean over steps and ranks.
-            attention: share of it that grows with the square of a history's length.
-            **others: further fields.
+            batch_size: Number of samples per rank and step.
+            lengths: History lengths, shape ``[samples]``.
+            compute: Compute of a rank's step, mean over steps and ranks, in seconds.
+            attention: Share of compute that is quadratic in the length of a history.
+            **others: Other fields.
         """
         mean, square = float(lengths.mean()), float((lengths.astype(np.float64) ** 2).mean())
         ends = [(compute.low, attention.high), (compute.value, attention.value), (compute.high, attention.low)]
@@ -84,25 +87,25 @@ class TrainingLoad:
         return cls(batch_size, **known, **others)  # type: ignore[arg-type]
 
     def seconds(self, sums: Floats) -> Floats:
-        """Return the compute of samples whose sums of 1, L and L² are the last dimension of ``sums``."""
+        """Return the seconds of compute for sums of 1, L and L² over samples, which are the last dimension of ``sums``."""
         return sums @ np.array([self.constant.value, self.linear.value, self.quadratic.value])
 
 
 @dataclass(frozen=True)
 class Techniques:
-    """What is switched on; by default nothing, which is plain TorchRec and DDP.
+    """The techniques in use. By default none is, which is plain TorchRec and DDP.
 
     Attributes:
-        balance: samples are assigned by cost.
-        overlap: rows that do not collide travel behind compute.
-        dedup: rows that a rank needs several times travel once.
-        split_backward: gradients of weights come after those of the rows, and hide the colliding ones; with ``overlap``.
-        micro_batches: a step in so many parts, inside which no row changes; more than one with ``overlap``.
-        two_level: rows cross between nodes once for all ranks of a node; with ``overlap``, which exchanges so.
-        sm_free: exchanges take nothing from compute.
+        balance: Samples are assigned by cost.
+        overlap: Rows that do not collide are exchanged during compute.
+        dedup: Rows that a rank needs several times are sent once.
+        split_backward: Gradients of rows are computed before those of weights, which hide their exchange; needs ``overlap``.
+        micro_batches: Number of micro-batches of a step; more than one needs ``overlap``.
+        two_level: Rows cross between nodes once for all ranks of a node; needs ``overlap`` and ``dedup``.
+        sm_free: Exchanges do not slow compute down.
 
     Raises:
-        ValueError: a technique is of no use without another.
+        ValueError: A technique is used without another one that it needs.
     """
 
     balance: bool = False
@@ -115,13 +118,13 @@ class Techniques:
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
-            raise ValueError(f"Techniques(micro_batches={self.micro_batches}): pass at least 1")
+            raise ValueError(f"Techniques(micro_batches={self.micro_batches}): pass a number of at least 1")
         alone = [name for name in ("split_backward", "two_level") if getattr(self, name)]
         alone += ["micro_batches"] * (self.micro_batches > 1)
         if alone and not self.overlap:
-            raise ValueError(f"Techniques({', '.join(alone)}) without overlap=True: there is nothing that they would hide")
+            raise ValueError(f"Techniques({', '.join(alone)}) has no effect without overlap=True. Pass overlap=True.")
         if self.two_level and not self.dedup:
-            raise ValueError("Techniques(two_level=True) without dedup=True: a node's rows are brought together, each once")
+            raise ValueError("Techniques(two_level=True) sends each row once. Pass dedup=True.")
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self) if each.name != "micro_batches" and getattr(self, each.name)]
@@ -139,21 +142,21 @@ LADDER = {
     "+ 4 micro-batches": Techniques(True, True, True, True, 4, False, True),
     "+ two levels": Techniques(True, True, True, True, 4, True, True),
 }
-"""Each technique, and all together; overlap brings dedup along, as the strategy does."""
+"""Each technique and their combination. Overlap includes dedup, as in the strategy."""
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What a step computes and moves on every rank; shape ``[ranks]`` each, seconds and bytes.
+    """The compute and the exchanged bytes of a step on each rank, shape ``[ranks]`` each.
 
     Attributes:
-        compute: seconds, alone on its device.
-        ids: bytes that go to the owners of the rows.
-        rows: bytes of the rows that come from them; as many of gradients go back.
-        colliding_rows: of the rows, those that wait for the step before.
-        colliding_gradients: of the gradients, those that the next step waits for.
-        node_share: in two levels, the share of a node's rows that crosses between nodes.
-        hot_owner: what is asked of the owner that has most to do, over the mean.
+        compute: Seconds of compute without contention.
+        ids: Bytes of the ids that are sent to the owners of the rows.
+        rows: Bytes of the rows that are received, and of their gradients that are sent.
+        colliding_rows: Bytes of the rows that wait for the step before.
+        colliding_gradients: Bytes of the gradients that the next step waits for.
+        node_share: Share of a node's rows that crosses between nodes in an exchange in two levels.
+        hot_owner: Load of the busiest owner / mean load of the owners.
     """
 
     compute: Floats
@@ -168,54 +171,45 @@ class StepTraffic:
 def expected_traffic(
     compute: Floats, tokens: Floats, load: TrainingLoad, network: Network, chosen: Techniques
 ) -> list[StepTraffic]:
-    """Return the traffic of steps that look up so many items, by the load's catalogue.
-
-    Args:
-        compute: seconds of every step and rank, shape ``[steps, ranks]``.
-        tokens: items looked up, of the same shape.
-        load: what is known of a step.
-        network: says which ranks share a node.
-        chosen: whether rows travel once, and in how many parts.
-    """
+    """Return the traffic of steps with given compute and numbers of looked-up items, shape ``[steps, ranks]`` each."""
     known, parts, steps = load.catalogue, chosen.micro_batches, []
     totals = tokens.sum(axis=1)
     for index, (seconds, items) in enumerate(zip(compute, tokens)):
         before, after = totals[index - 1], totals[(index + 1) % len(totals)]
-        first = items / parts  # of the first part, and of the last
+        first = items / parts  # items of the first micro-batch, and of the last one
         rows = known.unique(items) if chosen.dedup else items
-        times = rows / np.maximum(known.unique(items), 1e-300)  # how often a row travels
+        times = rows / np.maximum(known.unique(items), 1e-300)  # how often a row is sent
         waited = known.colliding(first, before) * times
         returned = known.colliding(first, after / parts) * times
         node, mean = min(network.ranks_per_node, len(items)), float(items.mean())
         share = float(known.unique(node * mean) / (node * known.unique(mean))) if mean > 0 else 1.0
         size = float(load.row_bytes)
-        hot = 1.0 if chosen.dedup else known.hot_owner(len(items))  # different rows are spread evenly by their hash
+        hot = 1.0 if chosen.dedup else known.hot_owner(len(items))  # the hash spreads different rows evenly
         steps.append(StepTraffic(seconds, rows * ID_BYTES, rows * size, waited * size, returned * size, share, hot))
     return steps
 
 
 def step_times(traffic: Sequence[StepTraffic], load: TrainingLoad, network: Network, chosen: Techniques) -> Floats:
-    """Return the wall time of each step in seconds, shape ``[steps]``; the first continues the last.
+    """Return the wall time of each step in seconds, shape ``[steps]``. The first step follows the last one.
 
-    Never less than the mean rank's compute: nothing computes less, it only waits less.
+    A wall time is never below the mean compute of the ranks, because techniques reduce only waiting.
 
     Args:
-        traffic: of every step.
-        load: host work, contention and what else is not in the traffic.
-        network: of the ranks.
-        chosen: what is switched on.
+        traffic: Traffic of each step.
+        load: Work of a step besides its traffic.
+        network: Network between the ranks.
+        chosen: Techniques in use.
     """
     run = _overlapped if chosen.overlap else _plain
     return np.array([run(traffic, index, load, network, chosen) for index in range(len(traffic))])
 
 
 def bubble(walls: Floats, compute: Floats) -> float:
-    """Return 1 - compute summed over ranks / (ranks x wall time); shapes ``[steps]`` and ``[steps, ranks]``."""
+    """Return 1 - mean compute of the ranks / wall time; shapes ``[steps]`` and ``[steps, ranks]``."""
     return float(1 - compute.mean(axis=1).sum() / walls.sum())
 
 
 def _plain(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, network: Network, chosen: Techniques) -> float:
-    """Ids, rows, compute, gradients, one after the other."""
     now = traffic[index]
     ranks = len(now.compute)
     nothing = np.zeros(ranks)
@@ -227,20 +221,19 @@ def _plain(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, netwo
 
 
 def _overlapped(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, network: Network, chosen: Techniques) -> float:
-    """From where the forward has its rows, to where the next one has; the colliding rows alone are waited for."""
+    """Return the seconds from the forward of a step to that of the next step, which waits only for colliding rows."""
     last, now, following = traffic[index - 1], traffic[index], traffic[(index + 1) % len(traffic)]
     ranks = len(now.compute)
     nothing, how = np.zeros(ranks), (now.node_share if chosen.two_level else None, now.hot_owner)
-    # the calls of the exchanges that are waited for cannot hide, half of all; those of each part's others are behind compute
+    # half of the calls belong to exchanges that are waited for; the other half runs behind compute for each micro-batch
     calls = (load.overlap_calls[0] + load.overlap_calls[1] * ranks) * load.call.value / 2
-    # there also: the last step's other gradients, the next step's ids, and its other rows
+    # also behind compute: the last step's other gradients, the next step's ids, and the next step's other rows
     behind = nothing + calls * chosen.micro_batches
     behind = network.finish(behind, last.rows - last.colliding_gradients, nothing, *how)
     behind = network.finish(behind, following.ids, nothing, *how)
     behind = network.finish(behind, nothing, following.rows - following.colliding_rows, *how)
     work = (now.compute + load.base.value) * (1 + (load.split_cost.value if chosen.split_backward else 0.0))
     slower = 1 + (0.0 if chosen.sm_free else load.contention.value)
-    # slower for as long as the exchange lasts, or all of it
     late = (load.late_weights.value if chosen.split_backward else 0.0) * work
     computed = _slowed(work - late, behind, slower)
     urgent = np.maximum(computed, behind)
@@ -251,12 +244,12 @@ def _overlapped(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, 
 
 
 def _slowed(work: Floats, span: Floats, slower: float) -> Floats:
-    """Seconds of ``work`` that takes ``slower`` times as long during the first ``span`` seconds."""
+    """Return the seconds of ``work`` that takes ``slower`` times as long during the first ``span`` seconds."""
     done = np.minimum(work, span / slower)
     return work + done * (slower - 1)
 
 
 def _exposed_all_reduce(now: StepTraffic, load: TrainingLoad, network: Network) -> float:
-    """Seconds of the dense gradients' reduction that no backward of the quickest rank hides."""
+    """Return the seconds of the dense all-reduce that the backward of the quickest rank does not hide."""
     seconds = network.all_reduce(load.dense_bytes.value, len(now.compute))
     return max(0.0, seconds - load.backward * float(now.compute.min()))

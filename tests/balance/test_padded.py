@@ -97,7 +97,7 @@ def test_what_has_no_meaning_with_padding_is_refused() -> None:
     with pytest.raises(ValueError, match=r"padded=True, assignment_mode='zigzag'"):
         assign([1, 2, 3], 1, assignment_mode="zigzag", padded=True)
     budgeted = BalancedSampler(LENGTHS, Budget(4000, LENGTHS), num_replicas=2, rank=0)
-    with pytest.raises(ValueError, match="not a Budget"):
+    with pytest.raises(ValueError, match="does not support a Budget"):
         budgeted.pad_from(1, 0)
 
 

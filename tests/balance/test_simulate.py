@@ -167,7 +167,9 @@ def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     told = capsys.readouterr().out
     assert "max 60" in told and "assignment_mode free, padded to the longest sample of a micro-batch, 4 micro-batches" in told
     assert (
-        "padding included" in told and "of the computed tokens are padding as drawn" in told and "With micro_batches=" in told
+        "slowest rank with padding" in told
+        and "of the computed tokens are padding as drawn" in told
+        and "With micro_batches=" in told
     )
     one, four = figures
     cost = CostModel()(np.minimum(LENGTHS, 60))

@@ -123,7 +123,7 @@ def test_catalogue_is_fitted_to_a_measured_rate() -> None:
     assert known.collision_rate(20_000) == pytest.approx(0.4, abs=0.01) and known.exponent.word == "measured"
     assert known.exponent.low < known.exponent.value < known.exponent.high
     assert known.collision_rate(200_000) > 0.4, "more ranks have more in common"
-    with pytest.raises(ValueError, match=r"collision rate 0\.010 of 90000 lookups in 1000 rows"):
+    with pytest.raises(ValueError, match=r"collision rate 0\.010 .* 90000 lookups in 1000 rows"):
         Catalogue(1000).fitted(Quantity(0.01, "measured"), 90_000)
 
 

@@ -1,6 +1,6 @@
-"""A page on which every assumption of a prediction can be changed: one file, which needs no network.
+"""An HTML page on which every assumption of a prediction can be changed.
 
-Samples are drawn and assigned here; the browser computes the steps by the same formulas.
+Python draws and assigns the samples. The browser computes the steps by the same formulas.
 """
 
 from __future__ import annotations
@@ -37,19 +37,10 @@ def write_page(
     *,
     seed: int = 0,
 ) -> Path:
-    """Write a page on which every quantity is a slider and every technique a switch, and return its path.
+    """Write a page with a slider for each quantity and a switch for each technique, and return its path.
 
-    The page loads nothing from anywhere. Samples are assigned by the costs at hand, which its sliders scale: where they change
-    the share that grows with the square of the length, the assignment stays.
-
-    Args:
-        path: of the HTML file.
-        lengths: history length of every sample, shape ``[samples]``.
-        ranks: numbers of ranks.
-        load: what a step has to compute and to move.
-        network: what connects the ranks.
-        source: where the lengths are from.
-        seed: of all that is drawn.
+    The page loads no other files. The assignment of the samples depends on ``load`` and stays when the sliders change the ratio
+    of the costs. ``source`` is a text about the origin of the lengths. See :func:`simulate` for the other arguments.
     """
     known = {**quantities(load), **quantities(network)}
     constants = {each.name: getattr(of, each.name) for of in (load, network) for each in fields(of) if each.name in _CONSTANTS}
@@ -73,7 +64,7 @@ def write_page(
 
 
 def _sums(lengths: NDArray[np.float64], ranks: int, load: TrainingLoad, seed: int) -> dict[str, Any]:
-    """Of some steps the sums of 1, L and L² over each rank's samples."""
+    """Return the sums of 1, L and L² over each rank's samples for some steps."""
     pairs = list(pairs_of_steps(lengths, ranks, load, 2 * _PAIRS, seed, resample=False))
     drawn, balanced = ([[_whole(rank) for rank in step] for pair in pairs for step in pair[each]] for each in (False, True))
     return {"count": ranks, "drawn": drawn, "balanced": balanced}

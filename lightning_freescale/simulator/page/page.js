@@ -1,10 +1,10 @@
-// The page: sliders and switches on one side, what follows from them on the other.
+// The sliders and switches of the page, and the table and bars that depend on them.
 
 const content = JSON.parse(document.getElementById("content").textContent);
 const LABELS = { balance: "balance", overlap: "overlap", dedup: "dedup", sm_free: "SM-free", split_backward: "split backward", two_level: "two levels" };
 const TECHNIQUES = Object.keys(LABELS);
 const SHARES = { exponent: [0, 2], contention: [0, 1], late_weights: [0, 0.6], split_cost: [0, 0.5] };
-const STEPS = 400; // of a slider
+const STEPS = 400; // positions of a slider
 const set = { ...content.values };
 const on = Object.fromEntries(TECHNIQUES.map((name) => [name, ["balance", "overlap", "dedup"].includes(name)]));
 on.micro_batches = 1;
@@ -26,7 +26,7 @@ function readable(value, unit) {
   return `${Number((value * factor).toPrecision(3))} ${shown}`.trim();
 }
 
-// A slider goes by ratios from a tenth of the range to ten times it; shares go evenly.
+// Sliders of shares are linear. All others are logarithmic, from a tenth of the range to ten times the range.
 function ends({ name, low, value, high }) {
   return SHARES[name] ?? [(low || value / 10 || 1e-9) / 10, (high || 1e-6) * 10];
 }
@@ -47,7 +47,7 @@ function slider(known) {
   const shown = el("output", { for: known.name }, readable(known.value, known.unit));
   input.addEventListener("input", () => {
     const place = Number(input.value);
-    // back where it was, it is exactly what it was
+    // at its first position, the slider has exactly its first value
     set[known.name] = place === toSlider(known, known.value) ? known.value : fromSlider(known, place);
     shown.textContent = readable(set[known.name], known.unit);
     show();
@@ -76,7 +76,7 @@ function switches() {
   return [...boxes, el("label", {}, "micro-batches ", parts)];
 }
 
-// As the package: what needs another technique is off without it.
+// As in the package, a technique is off if another one that it needs is off.
 function effective() {
   const chosen = { ...on };
   for (const [name, needed] of Object.entries(NEEDS)) chosen[name] &&= needed.every((each) => on[each]);

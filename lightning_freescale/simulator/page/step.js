@@ -1,4 +1,4 @@
-// The step as catalogue.py, network.py and training_step.py compute it, by the busiest link; a test holds both against each other.
+// The formulas of catalogue.py, network.py (busiest link) and training_step.py. A test compares both implementations.
 
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const mean = (values) => sum(values) / values.length;
@@ -20,7 +20,7 @@ function popularity(edges, exponent) {
   return { count, chance: weight.map((value, bin) => value / all / count[bin]) };
 }
 
-// Of so many lookups the rows that are different, or those of them that `others` lookups need as well.
+// The expected number of different rows of `tokens` lookups, or of the rows that they share with `others` lookups.
 function expectedRows(known, tokens, others = null) {
   const needed = known.count.map((count, bin) => count * (others === null ? 1 : -Math.expm1(-others * known.chance[bin])));
   const of = (asked) => sum(needed.map((rows, bin) => -Math.expm1(-asked * known.chance[bin]) * rows));
@@ -36,7 +36,7 @@ function expectedRows(known, tokens, others = null) {
   });
 }
 
-// When an exchange is over on every rank; `nodeShare` is null unless it goes in two levels.
+// The time at which each rank has finished its exchange; `nodeShare` is null for an exchange in one level.
 function finish(net, arrival, outgoing, incoming, hotOwner, nodeShare = null) {
   const ranks = arrival.length;
   if (ranks === 1) return arrival;
@@ -68,7 +68,7 @@ function exposedAllReduce(net, load, compute) {
   return Math.max(0, seconds - load.backward * -most(compute.map((value) => -value)));
 }
 
-// What every step computes and moves, from the sums of 1, L and L² over each rank's samples.
+// The compute and the exchanged bytes of each step, from the sums of 1, L and L² over each rank's samples.
 function expectedTraffic(steps, load, net, known, on) {
   const totals = steps.map((ranks) => sum(ranks.map(([, items]) => items)));
   return steps.map((ranks, index) => {
@@ -79,7 +79,7 @@ function expectedTraffic(steps, load, net, known, on) {
     const first = items.map((count) => count / on.micro_batches);
     const unique = expectedRows(known, items);
     const rows = on.dedup ? unique : items;
-    const again = rows.map((count, rank) => count / Math.max(unique[rank], 1e-300)); // how often a row travels
+    const again = rows.map((count, rank) => count / Math.max(unique[rank], 1e-300)); // how often a row is sent
     const bytes = (counts) => counts.map((count) => count * load.row_bytes);
     const colliding = (others) => bytes(expectedRows(known, first, others).map((count, rank) => count * again[rank]));
     const node = Math.min(net.ranks_per_node, items.length);
@@ -123,7 +123,7 @@ function overlappedStep(last, now, following, load, net, on) {
   return Math.max(most(weights), most(urgent)) + load.host + calls + exposedAllReduce(net, load, now.compute);
 }
 
-// Mean seconds of a step, and of them compute, mean over ranks.
+// The mean seconds of a step, and of its compute, mean over ranks.
 function simulated(sums, load, net, edges, on) {
   const steps = sums[on.balance ? "balanced" : "drawn"];
   const traffic = expectedTraffic(steps, load, net, popularity(edges, load.exponent), on);
