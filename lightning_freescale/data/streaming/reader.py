@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,21 +17,25 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_freescale.balance.validation import non_negative
 
 _log = logging.getLogger(__name__)
+Place = dict[str, Any]
+"""A position in a source, in plain values."""
+Chunks = Generator[tuple[list[Any], Place], None, None]
+"""Lists of samples, each with the place after it."""
 
 
 @dataclass(eq=False)
 class StreamReader:
-    """Read a source, number its samples from 0 in each epoch, and hold samples that were read and not yet used.
+    """Reads a source, numbers its samples from 0 in each epoch, and holds samples until they are used.
 
-    The state has no samples. It has a place in the source before the oldest sample held, and the numbers of the samples held.
-    To resume, the reader reads them again from that place.
+    The state contains no samples. It contains a place in the source before the oldest held sample, and the numbers of the held
+    samples. To resume, the reader reads these samples again.
 
     Args:
-        source: what to read.
+        source: the source.
         cost_fn: predicted compute time of a sample.
-        weight_fn: weight of a sample in the mean loss; one if not given.
+        weight_fn: weight of a sample in the mean loss; None weighs every sample by 1.
         epoch, seed: as in :meth:`StreamSource.read_chunks`.
-        state: where to resume, see :meth:`state_dict`; then call :meth:`reread_held_samples` first.
+        state: the state to resume from; then call :meth:`reread_held_samples` first.
 
     Attributes:
         read: number of samples read in this epoch.
@@ -53,24 +57,24 @@ class StreamReader:
         self.read: int = start["first"]
 
     def reread_held_samples(self) -> None:
-        """Read the samples that the state holds again; discard those between them.
+        """Read the held samples of the state again, and discard those between them.
 
         Raises:
-            ValueError: the data set ends before.
+            ValueError: the data set has fewer samples than before.
         """
         held = set(self._start["held"])
         for number in range(self.read, self._start["read"]):
             samples = self._next_samples(1)
             if not samples:
                 raise ValueError(
-                    f"the data set ended before sample {self._start['read'] - 1}, which the checkpoint's run had read: to "
-                    "resume inside an epoch a stream must give the same samples again"
+                    f"the data set ended before sample {self._start['read'] - 1}, which the checkpoint's run has read. To "
+                    "resume inside an epoch, a stream must return the same samples again"
                 )
             if number in held:
                 self._hold(number, samples)
 
     def read_samples(self, count: int) -> range:
-        """Read and hold the next ``count`` samples, fewer if the stream ends; return their numbers.
+        """Read and hold the next ``count`` samples, or fewer at the end of the stream; return their numbers.
 
         Raises:
             ValueError: a cost or weight is negative or not finite.
@@ -80,19 +84,19 @@ class StreamReader:
         return range(first, self.read)
 
     def costs(self, numbers: Any) -> list[float]:
-        """Return the costs of samples."""
+        """Return the costs of held samples."""
         return [self._held[int(number)][1] for number in numbers]
 
     def weights(self, numbers: Any) -> list[float]:
-        """Return the weights of samples in the mean loss."""
+        """Return the weights of held samples in the mean loss."""
         return [self._held[int(number)][2] for number in numbers]
 
-    def pop_samples(self, numbers: Any) -> list[Any]:
-        """Return samples in this order, and stop holding them."""
-        return [self._held.pop(int(number))[0] for number in numbers]
+    def pop_sample(self, number: int) -> Any:
+        """Return a sample, and stop holding it."""
+        return self._held.pop(number)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where to resume. Places that no held sample needs are removed."""
+        """Return the state to resume from, and forget places that no held sample needs."""
         oldest = min(self._held, default=self.read)
         while len(self._places) > 1 and self._places[1][0] <= oldest:
             self._places.popleft()
@@ -100,7 +104,7 @@ class StreamReader:
         return {"place": place, "first": first, "held": sorted(self._held), "read": self.read}
 
     def stop_workers(self) -> None:
-        """End the source's workers."""
+        """End the workers of the source."""
         self._chunks.close()
 
     def _next_samples(self, count: int) -> list[Any]:
@@ -109,10 +113,9 @@ class StreamReader:
         return samples
 
     def _unpack_chunks(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            first, place = self._places[-1]
-            self._places.append((first + len(chunk.samples), self.source.place_after(place, chunk)))
-            yield from chunk.samples
+        for samples, place in self._chunks:
+            self._places.append((self._places[-1][0] + len(samples), place))
+            yield from samples
 
     def _hold(self, first: int, samples: Sequence[Any]) -> None:
         """Hold samples that were just read; ``first`` is the number of the first one."""
@@ -123,21 +126,13 @@ class StreamReader:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Samples that one worker read.
-
-    Attributes:
-        samples: as many as the source's chunk size; fewer, also none, at the end of the worker's stream.
-        worker: number of the worker.
-        state: the data set's state after the samples, None if it keeps none.
-        read: samples that this worker has read in the epoch so far.
-        ended: whether its stream has ended.
-    """
+class _Chunk:
+    """Samples of one worker. A tuple would not do, because the DataLoader converts the contents of tuples to tensors."""
 
     samples: list[Any]
     worker: int
-    state: Any
-    read: int
+    state: Any  # of the data set after the samples; None if it cannot be used
+    read: int  # samples of this worker in the epoch so far
     ended: bool
 
 
@@ -145,29 +140,25 @@ class Chunk:
 class StreamSource(IterableDataset[Any]):
     """Reads an iterable data set in chunks, with or without loader workers, always in the same order.
 
-    A place in the stream is a dictionary: the number of samples that each worker has read, the state of its copy of the data
-    set, and the worker that is next. A data set with ``state_dict`` and ``load_state_dict`` is restored to that state:
-    ``state_dict`` must describe the place after the sample that its iterator returned last, and ``iter`` must start at the
-    beginning unless a state was just loaded. Any other data set is read again from the start of the epoch. Both must return
-    the same samples in the same order again.
+    A place contains, for each worker, the number of samples read and the state of its copy of the data set, and the number of
+    the next worker. To resume, the source has two ways, which both require that the data set returns the same samples again:
+
+    - A data set with ``state_dict`` and ``load_state_dict`` is restored. ``state_dict`` must describe the place after the last
+      sample that the iterator returned. ``iter`` must start at the beginning unless a state was just loaded.
+    - Any other data set is read again from the start of the epoch.
 
     Args:
-        dataset: the user's; with several workers each reads its own copy, and the data set divides the samples among them by
-            ``torch.utils.data.get_worker_info()``. ``set_epoch`` is called if it has one.
+        dataset: the user's data set. With several workers, each reads its own copy, and the data set divides the samples among
+            them by ``torch.utils.data.get_worker_info()``. The source calls ``set_epoch`` if the data set has it.
         chunk_size: samples that a worker reads at a time.
         num_workers: as in ``torch.utils.data.DataLoader``.
-        place: where iteration starts, in each worker with its own part; the start of the epoch if not given.
+        place: start of the iteration, of which each worker uses its part; by default the start of the epoch.
     """
 
     dataset: IterableDataset[Any]
     chunk_size: int
     num_workers: int = 0
-    place: dict[str, Any] | None = None
-
-    @property
-    def seekable(self) -> bool:
-        """Whether the data set keeps states."""
-        return not self.unseekable
+    place: Place | None = None
 
     @property
     def unseekable(self) -> str:
@@ -178,25 +169,19 @@ class StreamSource(IterableDataset[Any]):
         needed = ", ".join(_needed_arguments(self.dataset.state_dict))
         return f"{name}.state_dict needs {needed}, which the loader does not have" if needed else ""
 
-    def first_place(self) -> dict[str, Any]:
+    def first_place(self) -> Place:
         """Return the place at the start of an epoch."""
         workers = max(1, self.num_workers)
         return {"states": [None] * workers, "read": [0] * workers, "ended": [False] * workers, "turn": 0}
 
-    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
-        """Return the place after ``chunk``, which was read at ``place``."""
-        states, read, ended = list(place["states"]), list(place["read"]), list(place["ended"])
-        states[chunk.worker], read[chunk.worker], ended[chunk.worker] = chunk.state, chunk.read, chunk.ended
-        return {"states": states, "read": read, "ended": ended, "turn": (chunk.worker + 1) % len(read)}
-
-    def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
+    def read_chunks(self, place: Place | None = None, epoch: int = 0, seed: int = 0) -> Chunks:
         """Yield the chunks of all workers from ``place`` to the end of the epoch.
 
-        Workers start at once, in the calling thread, and end with the generator.
+        The workers start at once, in the calling thread, and end with the generator.
 
         Args:
-            place: a result of :meth:`first_place` or :meth:`place_after`; the start of the epoch if not given.
-            epoch: passed to the data set.
+            place: start of the iteration; by default the start of the epoch.
+            epoch: epoch for the data set.
             seed: seed of the workers' random numbers.
 
         Raises:
@@ -205,25 +190,24 @@ class StreamSource(IterableDataset[Any]):
         place = place or self.first_place()
         if len(place["read"]) != max(1, self.num_workers):
             raise ValueError(
-                f"num_workers={self.num_workers}, but the state to resume from was made with {len(place['read'])} reader(s): "
-                "the samples would come in another order. Use the same num_workers, or resume at the end of an epoch."
+                f"num_workers={self.num_workers}, but the checkpoint was written with {len(place['read'])} reader(s), and the "
+                "order of the samples depends on it. Pass the same num_workers, or resume from the end of an epoch"
             )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        if any(place["read"]) and not self.seekable:
+        if any(place["read"]) and self.unseekable:
             _log.warning(
-                "%s: to resume, the %d samples that were read before are read again and discarded. With state_dict() and "
-                "load_state_dict(state) it would continue where it was.",
+                "%s. To resume, the loader reads the previous %d samples again and discards them. Implement state_dict() and "
+                "load_state_dict(state) to avoid this.",
                 self.unseekable,
                 sum(place["read"]),
             )
         # starting the workers would draw from the global random state, so the loader gets its own generator
         generator = torch.Generator().manual_seed(seed % 2**63)
         source = replace(self, place=place)
-        loader = iter(DataLoader(source, batch_size=None, num_workers=self.num_workers, generator=generator))
-        return (chunk for chunk in loader if chunk is not None)
+        return _with_places(iter(DataLoader(source, batch_size=None, num_workers=self.num_workers, generator=generator)), place)
 
-    def __iter__(self) -> Iterator[Chunk | None]:
+    def __iter__(self) -> Iterator[_Chunk | None]:
         dataset: Any = self.dataset
         place = self.place or self.first_place()
         info = get_worker_info()
@@ -231,17 +215,25 @@ class StreamSource(IterableDataset[Any]):
         if place["ended"][worker]:
             return
         if worker < place["turn"]:
-            yield None  # the loader asks worker 0 first, but another worker is next
-        read, ended = place["read"][worker], False
-        if read and self.seekable:
+            yield None  # the loader reads from worker 0 first, but another worker is next
+        read, ended, seekable = place["read"][worker], False, not self.unseekable
+        if read and seekable:
             dataset.load_state_dict(copy.deepcopy(place["states"][worker]))
-        samples = islice(dataset, 0 if self.seekable else read, None)
+        samples = islice(dataset, 0 if seekable else read, None)
         while not ended:
             chunk = list(islice(samples, self.chunk_size))
             read, ended = read + len(chunk), len(chunk) < self.chunk_size
-            # a copy: a worker pickles it later, when the data set may be elsewhere already
-            state = copy.deepcopy(dataset.state_dict()) if self.seekable else None
-            yield Chunk(chunk, worker, state, read, ended)
+            # a copy, because the state may change before a worker pickles it
+            yield _Chunk(chunk, worker, copy.deepcopy(dataset.state_dict()) if seekable else None, read, ended)
+
+
+def _with_places(chunks: Iterable[_Chunk | None], place: Place) -> Chunks:
+    for chunk in chunks:
+        if chunk is not None:
+            states, read, ended = list(place["states"]), list(place["read"]), list(place["ended"])
+            states[chunk.worker], read[chunk.worker], ended[chunk.worker] = chunk.state, chunk.read, chunk.ended
+            place = {"states": states, "read": read, "ended": ended, "turn": (chunk.worker + 1) % len(read)}
+            yield chunk.samples, place
 
 
 @dataclass(eq=False)
@@ -249,22 +241,18 @@ class RemainingParts:
     """Reads the rest of the streams of several ranks of an interrupted run, one after the other.
 
     Args:
-        source: this rank's own stream, whose data set returns those of other ranks by ``for_rank(rank, world_size)``.
-        parts: ``rank``, ``world_size`` and the state of the :class:`StreamReader`, ``reader``, of each stream.
+        source: this rank's own stream. Its data set returns those of other ranks by ``for_rank(rank, world_size)``.
+        parts: ``rank``, ``world_size`` and ``reader``, the state of the :class:`StreamReader`, of each stream.
     """
 
     source: StreamSource
     parts: list[dict[str, Any]]
 
-    def first_place(self) -> dict[str, Any]:
+    def first_place(self) -> Place:
         """Return the place before the rest of the first stream."""
         return {"part": 0, "place": None, "number": 0}
 
-    def place_after(self, place: dict[str, Any], chunk: Chunk) -> dict[str, Any]:
-        """Return the place after a chunk."""
-        return dict(chunk.state)
-
-    def read_chunks(self, place: dict[str, Any] | None = None, epoch: int = 0, seed: int = 0) -> Generator[Chunk, None, None]:
+    def read_chunks(self, place: Place | None = None, epoch: int = 0, seed: int = 0) -> Chunks:
         """Yield the rest of the streams, as :meth:`StreamSource.read_chunks` does.
 
         The workers of all parts start at once, in the calling thread. A process that is forked while other threads run
@@ -276,19 +264,18 @@ class RemainingParts:
             reader = part["reader"]
             inside = index == start["part"] and start["place"] is not None
             at, number = (start["place"], start["number"]) if inside else (reader["place"], reader["first"])
-            source = self._source_of(part, readers=len(at["read"]))
-            opened.append((index, source, at, number, source.read_chunks(at, epoch, seed)))
+            opened.append((index, number, self._source_of(part, readers=len(at["read"])).read_chunks(at, epoch, seed)))
         return self._chunks_of(opened)
 
-    def _chunks_of(self, opened: list[tuple[int, StreamSource, dict[str, Any], int, Any]]) -> Generator[Chunk, None, None]:
+    def _chunks_of(self, opened: list[tuple[int, int, Chunks]]) -> Chunks:
         try:
-            for index, source, at, number, chunks in opened:
+            for index, number, chunks in opened:
                 reader = self.parts[index]["reader"]
                 held = set(reader["held"])
-                for chunk in chunks:
-                    untrained = [each for n, each in enumerate(chunk.samples, number) if n >= reader["read"] or n in held]
-                    number, at = number + len(chunk.samples), source.place_after(at, chunk)
-                    yield Chunk(untrained, 0, {"part": index, "place": at, "number": number}, 0, ended=False)
+                for samples, at in chunks:
+                    untrained = [each for n, each in enumerate(samples, number) if n >= reader["read"] or n in held]
+                    number += len(samples)
+                    yield untrained, {"part": index, "place": at, "number": number}
         finally:
             for *_, chunks in opened:
                 chunks.close()
@@ -303,19 +290,18 @@ class RemainingParts:
 
 
 def unusable_state(dataset: IterableDataset[Any]) -> str:
-    """Return a warning if the state of a data set cannot be asked for although it keeps one; "" otherwise."""
+    """Return a warning if the data set has a ``state_dict`` that the loader cannot call; "" otherwise."""
     needed = _needed_arguments(getattr(dataset, "state_dict", dict))
     if not needed:
         return ""
     return (
         f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have, so it is not called. "
-        "To resume inside an epoch, the samples that were read before are read again and discarded. With a state_dict() "
-        "without arguments the data set would continue where it was"
+        "To resume inside an epoch, the loader reads the previous samples again and discards them. Implement state_dict() "
+        "without arguments to avoid this"
     )
 
 
 def _needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that the function requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # the function is not written in Python

@@ -1,4 +1,4 @@
-"""Assign the samples that the ranks read from their streams to steps, and send each to the rank that computes it."""
+"""Assign the samples of all ranks' streams to steps and ranks, and send each sample to its rank."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from lightning_freescale.data.streaming.reader import StreamReader
 T = TypeVar("T")
 
 _COST, _WEIGHT, _OWNER, _ROUND = range(4)  # rows of the queue
-_FAILED = b"!"  # sent instead of samples; no pickle is a single byte of this kind
+_FAILED = b"!"  # sent instead of samples; it is no valid pickle
 
 
 @dataclass(frozen=True)
 class StreamStep:
-    """The description of one step that all ranks have.
+    """The description of one step, the same on all ranks except for ``state``.
 
     Attributes:
         step: number of the step in the epoch.
         counts: samples per rank.
         costs: cost per rank, shape ``[ranks]``.
         weights: weight per rank in the mean loss, shape ``[ranks]``.
-        most_parts: the most micro-batches into which each rank's samples can be cut.
+        most_parts: the largest possible number of micro-batches of each rank.
         unbalanced_costs: cost of each rank's batch as read, shape ``[ranks]``.
         state: the state of the rank's stream after the step.
-        lower_bound: the imbalance that no assignment of the step's samples can beat.
-        dominated: a single sample costs more than the mean rank's.
+        lower_bound: lower bound of the imbalance over all assignments of the step's samples.
+        dominated: whether a single sample costs more than the mean rank.
     """
 
     step: int
@@ -69,19 +69,19 @@ class StreamStep:
 
 @dataclass(eq=False)
 class AssignedSteps:
-    """Assign the samples that the ranks read side by side as one global batch (arXiv 2604.24073).
+    """Assigns the samples that the ranks read at the same time as one global batch (arXiv 2604.24073).
 
-    In a round every rank reads ``batch_size`` samples and sends their costs to all ranks. All ranks keep the same queue of
-    these costs, cut the next global batch from it, compute the same assignment, and exchange the samples. When streams end at
-    different times, the longer ones fill the steps of all ranks.
+    In a round, every rank reads ``batch_size`` samples and sends their costs to all ranks. All ranks keep the same queue of
+    these costs. They cut the next global batch from it, compute the same assignment, and exchange the samples. If streams end
+    at different times, the longer ones fill the steps of all ranks.
 
     Args:
-        reader: the rank's stream.
-        group: all ranks, with rows of :meth:`row_width`.
+        reader: stream of this rank.
+        group: group of all ranks, with rows of :meth:`row_width`.
         batch_size: samples per rank and step.
-        assign_fn: returns an assignment for the costs of a global batch and the number of ranks.
-        drop_last: leave out the samples of an incomplete last step.
-        state: the state after an earlier step, see :class:`StreamStep`; None at the start of an epoch.
+        assign_fn: function from the costs of a global batch and the number of ranks to an assignment.
+        drop_last: whether to drop the samples of an incomplete last step.
+        state: state after an earlier step, see :class:`StreamStep`; None at the start of an epoch.
     """
 
     reader: StreamReader
@@ -93,15 +93,16 @@ class AssignedSteps:
 
     def __post_init__(self) -> None:
         self._queue = np.empty((4, 0))
-        self._own_numbers: deque[int] = deque()  # of the own samples in the queue, in its order
+        self._own_numbers: deque[int] = deque()  # the numbers of this rank's samples in the queue, in its order
         self._rounds = self._step = 0
 
     @staticmethod
     def row_width(batch_size: int) -> int:
-        """Return how many numbers a rank sends in a round: how many samples it read, their costs, and their weights."""
+        """Return the length of a rank's row in a round: the number of samples, their costs, and their weights."""
         return 1 + 2 * batch_size
 
-    def __iter__(self) -> Iterator[tuple[list[Any], StreamStep]]:
+    def __iter__(self) -> Iterator[tuple[list[Any], NDArray[np.float64], StreamStep]]:
+        """Yield this rank's samples of a step, their costs and weights, shape ``[2, samples]``, and the step."""
         if self.state is not None:
             # each rank's state holds only its own samples, so the ranks exchange the costs in the queue again
             self.reader.reread_held_samples()
@@ -114,31 +115,32 @@ class AssignedSteps:
             batch, self._queue = self._queue[:, :size], self._queue[:, size:]
             assignment = self.assign_fn(batch[_COST], self.group.size)
             samples = self._exchange_samples(batch[_OWNER], assignment.rank_of_sample)
+            costs_and_weights = batch[: _WEIGHT + 1, assignment.rank_of_sample == self.group.rank]
             self._step += 1
-            yield samples, self._describe_step(batch, assignment)
+            yield samples, costs_and_weights, self._describe_step(batch, assignment)
 
     def _next_size(self) -> int:
-        """Read on; return the samples of the next global batch, 0 at the end."""
+        """Read until the next global batch is complete; return its size, 0 at the end."""
         whole = self.group.size * self.batch_size
-        while True:  # at least one round for every step, so that a rank that fails can report it in the next one
+        while True:  # at least one round per step, in which a rank can report a failure
             counts = self._share_round(self.reader.read_samples(self.batch_size))
             left = self._queue.shape[1]
-            # one global batch more than the next must be known, to see whether it is the last
+            # another complete batch shows that the next one is not the last
             if (counts < self.batch_size).all() or left >= 2 * whole:
                 break
         if left >= (whole if self.drop_last else self.group.size):
-            # Left-over samples, fewer than ranks, join the last step: as a step of their own they would leave a rank without
-            # a sample, and its collectives would hang.
+            # If fewer samples than ranks remain, they join the last step. In a separate step, a rank without a sample would
+            # not take part in the collectives.
             return whole if self.drop_last or left - whole >= self.group.size else left
         if not self._step:
             raise ValueError(
-                f"the streams have {left} samples, too few for one step of {self.group.size} ranks with "
-                f"batch_size={self.batch_size} and drop_last={self.drop_last}: use fewer ranks or add samples"
+                f"the streams have {left} samples, which is too few for one step of {self.group.size} ranks with "
+                f"batch_size={self.batch_size} and drop_last={self.drop_last}. Use fewer ranks, or add samples"
             )
         return 0
 
     def _share_round(self, numbers: Any) -> NDArray[np.int64]:
-        """Append the samples that every rank read in this round to the queue; return the number of each rank."""
+        """Append the samples of all ranks in this round to the queue; return their number on each rank."""
         size = self.batch_size
         row = np.zeros(self.group.width)
         row[0] = len(numbers)
@@ -156,10 +158,10 @@ class AssignedSteps:
         return counts
 
     def _exchange_samples(self, owner: NDArray[np.float64], rank_of_sample: NDArray[np.int64]) -> list[Any]:
-        """Send the own samples of a global batch to their ranks; return this rank's batch, in the order of the queue."""
+        """Send this rank's samples to their ranks; return the samples of this rank's batch, in the order of the queue."""
         outgoing: list[list[Any]] = [[] for _ in range(self.group.size)]
         for rank in rank_of_sample[owner == self.group.rank]:
-            outgoing[rank] += self.reader.pop_samples([self._own_numbers.popleft()])
+            outgoing[rank].append(self.reader.pop_sample(self._own_numbers.popleft()))
         incoming = [iter(samples) for samples in self.group.exchange_samples(outgoing)]
         return [next(incoming[int(source)]) for source in owner[rank_of_sample == self.group.rank]]
 
@@ -185,7 +187,7 @@ class AssignedSteps:
 
 
 def assign_as_read(costs: NDArray[np.float64], ranks: int) -> Assignment:
-    """Return the assignment in which the ranks keep their own samples, and share what is left at the end."""
+    """Return the assignment in which the ranks keep their own samples, and share those of an incomplete last step."""
     rank_of_sample = contiguous_split(len(costs), ranks)
     bound, dominated = assignment_bound(costs, ranks)
     return Assignment(rank_of_sample, imbalance(costs, rank_of_sample, ranks), bound, None, dominated)
@@ -195,51 +197,51 @@ def _sum_per_rank(rank_of_sample: NDArray[np.int64], values: NDArray[np.float64]
     return np.bincount(rank_of_sample, values, ranks).astype(np.float64)
 
 
-class PeerFailed(RuntimeError):  # noqa: N818 (says what happened)
-    """Another rank's stream failed, or that rank is gone."""
+class PeerFailed(RuntimeError):  # noqa: N818 (the name states the event)
+    """Another rank failed to read its stream, or terminated."""
 
 
 @dataclass(eq=False)
 class StreamGroup:
-    """The ranks of a group that read streams side by side.
+    """The ranks that read streams together.
 
     Args:
-        rank: the own rank.
+        rank: this rank.
         size: number of ranks.
-        group: a process group for CPU tensors that has no other use; needed for more than one rank.
-        width: numbers that a rank sends to the others at a time.
+        group: process group for CPU tensors without other users; None for a single rank.
+        width: length of the rows of :meth:`gather_rows`.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     width: int
-    _others_know: bool = field(default=False, init=False)  # that this rank has failed
+    _reported: bool = field(default=False, init=False)  # whether the other ranks know of this rank's failure
 
     def gather_rows(self, row: ArrayLike) -> NDArray[np.float64]:
         """Return every rank's row, shape ``[ranks, width]``. Collective.
 
         Raises:
-            PeerFailed: another rank failed or ended.
+            PeerFailed: another rank failed or terminated.
         """
         table = self._all_gather(np.append(row, 0.0))
         failed = np.flatnonzero(table[:, -1])
         if failed.size:
-            raise PeerFailed(f"rank {failed[0]} failed to read its stream: see its own traceback")
+            raise PeerFailed(f"rank {failed[0]} failed to read its stream. See its traceback")
         return table[:, :-1]
 
     def exchange_samples(self, outgoing: list[list[Any]]) -> list[list[Any]]:
         """Send the samples ``outgoing[r]`` to rank ``r``; return the samples from each rank. Collective.
 
         Raises:
-            PeerFailed: another rank could not pickle its samples, or ended.
+            PeerFailed: another rank could not pickle its samples, or terminated.
         """
         if self.group is None:
             return outgoing
         try:
             pickled = [b"" if rank == self.rank or not sent else pickle.dumps(sent, 5) for rank, sent in enumerate(outgoing)]
         except Exception:
-            self._others_know = True
+            self._reported = True
             self._exchange_bytes([_FAILED] * self.size)
             raise
         incoming = [self._unpickle(rank, content) for rank, content in enumerate(self._exchange_bytes(pickled))]
@@ -247,12 +249,12 @@ class StreamGroup:
         return incoming
 
     def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
-        """Yield the items. If making one fails, report it to the other ranks, so that they do not wait for this one."""
+        """Yield the items. Report a failure to the other ranks, so that they do not wait for this rank."""
         try:
             yield from items
         except Exception as error:
-            if not self._others_know and not isinstance(error, PeerFailed):
-                with contextlib.suppress(PeerFailed):  # the first error matters more than that a report fails
+            if not self._reported and not isinstance(error, PeerFailed):
+                with contextlib.suppress(PeerFailed):  # the first error is more informative
                     self._all_gather(np.append(np.zeros(self.width), 1.0))
             raise
 
@@ -266,8 +268,8 @@ class StreamGroup:
     def _unpickle(self, rank: int, received: Tensor) -> list[Any]:
         content = received.numpy().tobytes()
         if content == _FAILED:
-            raise PeerFailed(f"rank {rank} could not pickle its samples: see its own traceback")
-        return pickle.loads(content) if len(content) else []  # noqa: S301 (from a rank of this very run)
+            raise PeerFailed(f"rank {rank} could not pickle its samples. See its traceback")
+        return pickle.loads(content) if len(content) else []  # noqa: S301 (from a rank of this run)
 
     def _all_gather(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
         if self.group is None:

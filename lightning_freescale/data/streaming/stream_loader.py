@@ -1,9 +1,9 @@
-"""Load balanced batches from a data set that can only be iterated."""
+"""Load balanced batches from an iterable data set."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign
-from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut
+from lightning_freescale.balance.micro_batches import MicroBatchSchedule, cut
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.balance.sampler import rank_loss_weight
 from lightning_freescale.data.balanced_loader import collated
@@ -26,41 +26,41 @@ from lightning_freescale.data.streaming.steps import AssignedSteps, StreamGroup,
 T = TypeVar("T")
 _END: Any = object()
 _KNOWN_STEPS = 100
-"""Steps whose descriptions are kept; the loop may be that far behind the loader."""
+"""The number of steps whose descriptions are kept."""
 
 
 @dataclass(eq=False)
 class BalancedStreamLoader:
-    """Yield the collated batches of one rank, so that the batches of all ranks in a step cost nearly the same.
+    """Yields the collated batches of one rank, so that the batches of all ranks in a step cost nearly the same.
 
-    Every rank reads its own stream, in a thread that works behind the running step. The samples that the ranks read side by
-    side are assigned as one global batch and sent to the rank that computes them. The cost of a sample is known when it
-    arrives; there is no pass over the data before. The ranks perform the same number of steps.
+    Every rank reads its own stream in a background thread. The samples that the ranks read at the same time are assigned as one
+    global batch, and sent to the ranks that compute them. There is no previous pass over the data. All ranks perform the same
+    number of steps.
 
-    Iterate it once per epoch, on all ranks, at the same time. The data set is read in that thread (or in loader workers), so
-    it must not draw from the global random state.
+    Iterate the loader once per epoch, on all ranks at the same time. The data set is read in the thread or in loader workers,
+    so it must not draw from the global random state.
 
     Args:
-        dataset: the rank's stream; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and
+        dataset: stream of this rank; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and
             resuming.
         batch_size: samples per rank and step.
-        cost_fn: predicted compute time of a sample, in any unit.
-        weight_fn: weight of a sample in the mean loss; every sample weighs 1 if not given.
-        loss_is_sum: the loss of a rank is a sum over its samples, not a mean.
-        rank: the own rank.
+        cost_fn: predicted compute time of a sample, in any unit. It is called once per sample, on the rank that reads it.
+        weight_fn: weight of a sample in the mean loss, called like ``cost_fn``. By default, every sample weighs 1.
+        loss_is_sum: whether the loss of a rank is a sum over its samples instead of a mean.
+        rank: this rank.
         world_size: number of ranks.
-        group: a process group of all ranks, of backend freescale or gloo, that has no other use; needed for more than one
-            rank. The loader does not destroy it.
-        collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
+        group: process group of all ranks, of backend freescale or gloo, without other users; required for more than one rank.
+            The loader does not destroy it.
+        collate_fn: function from the list of samples of a step to a batch. Default: torch's ``default_collate``.
         num_workers: as in ``torch.utils.data.DataLoader``.
-        drop_last: leave out the samples of an incomplete last step.
-        prefetch_batches: batches made ahead of the running step, at least 1.
-        assign_fn: returns an assignment for the costs of a global batch and the number of ranks.
-        micro_batches: the number of parts of each step; one if not given. A step has fewer where a rank has fewer samples
-            with a weight above 0.
+        drop_last: whether to drop the samples of an incomplete last step.
+        prefetch_batches: number of batches prepared ahead of the current step, at least 1.
+        assign_fn: function from the costs of a global batch and the number of ranks to an assignment.
+        micro_batches: number of parts of each step; one by default. A step has fewer parts if a rank has fewer samples with a
+            weight above 0.
 
     Raises:
-        ValueError: an argument does not fit; names it, its value and the fix.
+        ValueError: an argument is invalid.
     """
 
     dataset: IterableDataset[Any]
@@ -82,13 +82,15 @@ class BalancedStreamLoader:
     def __post_init__(self) -> None:
         if not isinstance(self.dataset, IterableDataset):
             given = type(self.dataset).__name__
-            raise ValueError(f"BalancedStreamLoader(dataset={given}): pass a torch.utils.data.IterableDataset")
+            raise ValueError(f"BalancedStreamLoader(dataset={given}): the data set must be a torch.utils.data.IterableDataset")
         if self.batch_size < 1 or self.prefetch_batches < 1:
             given = f"batch_size={self.batch_size!r}, prefetch_batches={self.prefetch_batches!r}"
             raise ValueError(f"BalancedStreamLoader({given}): both must be at least 1")
         if self.world_size > 1 and self.group is None:
-            raise ValueError(f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a gloo group of all ranks")
-        self.num_replicas = self.world_size  # the name in torch's samplers
+            raise ValueError(
+                f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a process group of all ranks"
+            )
+        self.num_replicas = self.world_size  # the name of the attribute in torch's samplers
         self.epoch = 0
         self._source = StreamSource(self.dataset, self.batch_size, self.num_workers)
         self._steps: dict[int, StreamStep] = {}
@@ -96,7 +98,7 @@ class BalancedStreamLoader:
 
     @property
     def sampler(self) -> BalancedStreamLoader:
-        """The loader itself: it plans its own steps, and the strategy reads their weights from a loader's sampler."""
+        """The loader itself, because the strategy reads the loss weights of steps from a loader's sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -118,7 +120,7 @@ class BalancedStreamLoader:
     # -- descriptions of steps
 
     def counts(self, step: int) -> list[int]:
-        """Return the number of samples of every rank in a step of this epoch."""
+        """Return the number of samples of every rank in a step of this epoch, as a list of ``world_size`` integers."""
         return self._step(step).counts
 
     def costs(self, step: int) -> NDArray[np.float64]:
@@ -126,11 +128,11 @@ class BalancedStreamLoader:
         return self._step(step).costs
 
     def unbalanced_costs(self, step: int) -> NDArray[np.float64]:
-        """Return the cost of every rank's batch as read, shape ``[ranks]``."""
+        """Return the cost of every rank's batch before the assignment, shape ``[ranks]``."""
         return self._step(step).unbalanced_costs
 
     def loss_weight(self, step: int) -> float:
-        """Return the factor for this rank's loss that makes the mean over ranks the mean (or sum) over the global batch."""
+        """Return the factor for this rank's loss with which the mean over ranks is the mean (or sum) over the global batch."""
         weights = self._step(step).weights
         return float(self.world_size) if self.loss_is_sum else rank_loss_weight(weights.tolist(), self.rank)
 
@@ -141,13 +143,13 @@ class BalancedStreamLoader:
     def _step(self, step: int) -> StreamStep:
         if step not in self._steps:
             known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
-            raise ValueError(f"step={step} of this epoch is not known: only those just loaded are ({known})")
+            raise ValueError(f"step={step} of this epoch is unknown. The known steps, which were loaded last, are: {known}")
         return self._steps[step]
 
     # -- resume
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state of this rank's stream after that many batches of the epoch, in plain values, without samples.
+        """Return the state of this rank's stream after a number of batches of the epoch, in plain values.
 
         Raises:
             ValueError: the state is no longer kept, or the batches were not loaded yet.
@@ -160,21 +162,21 @@ class BalancedStreamLoader:
         return {"epoch": self.epoch, "batches": batches, "stream": stream, **read_on, **self._steps_depend_on()}
 
     def read_on(self, states: list[dict[str, Any]]) -> None:
-        """Resume from the states of another number of ranks: this rank reads the rest of some of their streams.
+        """Resume from the states of another number of ranks. This rank reads the rest of some of their streams.
 
         Raises:
             ValueError: the data set cannot return the stream of another rank.
         """
         ranks = f"the checkpoint stopped inside an epoch of {len(states)} streams, this run has {self.world_size} ranks"
-        way_out = f"Resume on {len(states)} ranks, or from a checkpoint made at the end of an epoch"
+        fix = f"Resume on {len(states)} ranks, or from a checkpoint of the end of an epoch"
         if not hasattr(self.dataset, "for_rank"):
             name = type(self.dataset).__name__
             raise ValueError(
-                f"{ranks}: to read on, they need {name}.for_rank(rank, world_size), which returns the data set of that rank of "
-                f"so many. {way_out}"
+                f"{ranks}. To continue, implement {name}.for_rank(rank, world_size), which returns the data set of another "
+                f"rank. {fix}"
             )
         if any("parts" in state for state in states):
-            raise ValueError(f"{ranks}, and has been resumed on other ranks in this epoch before. {way_out}")
+            raise ValueError(f"{ranks}, but this epoch was already resumed on another number of ranks. {fix}")
         parts = [
             {"rank": rank, "world_size": len(states), "reader": states[rank]["stream"]["reader"]}
             for rank in range(self.rank, len(states), self.world_size)
@@ -186,16 +188,16 @@ class BalancedStreamLoader:
         self._resume |= self._steps_depend_on()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the state's epoch after its batches; any other epoch starts at its beginning.
+        """Start the state's epoch after its batches; all other epochs start at the beginning.
 
         Raises:
-            ValueError: the state is that of another rank, or of a loader with other steps.
+            ValueError: the state belongs to another rank, or to a loader with other steps.
         """
         for name, value in self._steps_depend_on().items():
             if state["stream"] is not None and state[name] != value:
                 raise ValueError(
-                    f"the checkpoint stopped inside an epoch with {name}={state[name]!r}, this loader has {name}={value!r}: "
-                    "samples would be lost or repeated. Keep it as it was, or resume from the end of an epoch."
+                    f"the checkpoint stopped inside an epoch with {name}={state[name]!r}, but this loader has {name}={value!r}. "
+                    f"Samples would be lost or repeated. Pass the previous {name}, or resume from the end of an epoch"
                 )
         self._resume = state
 
@@ -206,8 +208,8 @@ class BalancedStreamLoader:
     # -- the thread
 
     def _make_batches(self, state: dict[str, Any] | None) -> Generator[tuple[Any, StreamStep], None, None]:
-        """Start the workers in this thread; everything else happens in the thread that iterates the result."""
-        # not drawn from the global random state: a run that resumes inside an epoch would draw once more
+        """Start the workers in this thread, and make the batches in the thread that iterates the result."""
+        # not drawn from the global random state, from which a run that resumes inside an epoch would draw once more
         seed = torch.initial_seed() + 1_000_003 * self.epoch + self.rank
         source: StreamSource | RemainingParts = self._source
         if state is not None and "parts" in self._resume:
@@ -218,49 +220,39 @@ class BalancedStreamLoader:
         steps = AssignedSteps(reader, group, self.batch_size, self.assign_fn, self.drop_last, state)
         return group.report_failure(self._collate(reader, steps))
 
-    def _collate(self, reader: StreamReader, steps: Iterable[tuple[list[Any], StreamStep]]) -> Iterator[tuple[Any, StreamStep]]:
+    def _collate(self, reader: StreamReader, steps: AssignedSteps) -> Iterator[tuple[Any, StreamStep]]:
         collate = self.collate_fn or default_collate
         try:
-            for samples, step in steps:
-                yield collated(collate, self._in_micro_batches(samples, step)), step
+            for samples, (costs, weights), step in steps:
+                schedule = self.micro_batches
+                parts = 1 if schedule is None else min(schedule.count(self.epoch, step.step), *step.most_parts)
+                divided = samples if parts == 1 else cut(samples, parts, costs, weights, loss_is_sum=self.loss_is_sum)
+                yield collated(collate, divided), step
         finally:
             reader.stop_workers()
 
-    def _in_micro_batches(self, samples: list[Any], step: StreamStep) -> list[Any] | MicroBatches:
-        parts = 1 if self.micro_batches is None else min(self.micro_batches.count(self.epoch, step.step), *step.most_parts)
-        if parts == 1:
-            return samples
-        costs = np.array([self.cost_fn(sample) for sample in samples], dtype=np.float64)
-        weights = np.array([1.0 if self.weight_fn is None else self.weight_fn(sample) for sample in samples])
-        return cut(samples, parts, costs, weights, loss_is_sum=self.loss_is_sum)
-
 
 class PrefetchThread(Generic[T]):
-    """Iterate ``items`` in a thread, at most ``ahead`` items ahead of their use.
+    """Iterates ``items`` in a thread, which makes item ``k + ahead`` once item ``k`` was used.
 
-    Making items may take collectives. The number of items made depends only on the number used. So ranks that use the same
-    number of items run the same collectives, also when all of them stop early.
-
-    Args:
-        items: the items; the thread closes the generator.
-        ahead: item ``k + ahead`` is made once item ``k`` was used.
+    Making items may run collectives. The number of items made depends only on the number used. Ranks that use the same number
+    of items therefore run the same collectives, also if all of them stop early. The thread closes the generator.
     """
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         self._items = items
-        # its thread is a daemon, so that a rank can end without waiting for ranks that have failed
+        # a daemon thread, so that a rank can exit without waiting for ranks that have failed
         self._worker = WorkerThread("freescale-stream")
         self._made: deque[Future[T]] = deque(self._submit_next() for _ in range(ahead))
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the items in their order; raise what the thread raised."""
         while (item := self._made.popleft().result()) is not _END:
             self._made.append(self._submit_next())
             yield item
 
     def stop(self) -> None:
-        """Let the thread make the items that the other ranks' threads also make, and wait for its end."""
-        # a generator that fails or is left early ends its workers in this thread
+        """Let the thread finish its pending items, which the other ranks' threads also make, and wait for its end."""
+        # closing the generator ends its workers, which must happen in the thread
         self._worker.submit(self._items.close)
         self._worker.stop()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.data.streaming.reader import Chunk, StreamSource
+from lightning_freescale.data.streaming.reader import StreamSource
 
 
 class Counted(IterableDataset):
@@ -54,42 +54,41 @@ class Seekable(Counted):
         self.place = {"next": 0, "pulled": 0}
 
 
-def _flat(chunks: list[Chunk]) -> list[int]:
-    return [sample for chunk in chunks for sample in chunk.samples]
+def _flat(chunks: list[tuple[list[Any], dict[str, Any]]]) -> list[int]:
+    return [sample for samples, _ in chunks for sample in samples]
 
 
 @pytest.mark.parametrize("kind", [Counted, Seekable])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_sample_once_in_the_same_order_also_from_any_place_on(kind: type[Counted], workers: int) -> None:
     source = StreamSource(kind(), 4, workers)
-    whole, place = list(source.read_chunks(epoch=2)), source.first_place()
+    whole = list(source.read_chunks(epoch=2))
     expected = range(50) if not workers else [n for n in range(50) if n < 25 or n % 2]
     assert sorted(_flat(whole)) == [2000 + number for number in expected]
-    assert all(len(chunk.samples) == 4 for chunk in whole if not chunk.ended)
-    assert [chunk.worker for chunk in whole[:5]] == ([0, 1, 0, 1, 0] if workers else [0] * 5)
+    assert all(len(samples) == 4 for samples, place in whole if not any(place["ended"]))
+    assert [place["turn"] for _, place in whole[:5]] == ([1, 0, 1, 0, 1] if workers else [0] * 5)
     stops = {1, 2, 7, 8, 11, len(whole) - 1, len(whole)} if workers else set(range(len(whole) + 1))
-    for index, chunk in enumerate(whole, 1):
-        place = source.place_after(place, chunk)
+    for index, (_, place) in enumerate(whole, 1):
         for _ in range(2 if index == 1 else index in stops):  # a place can be used twice
             resumed = list(StreamSource(kind(), 4, workers).read_chunks(place, epoch=2))
-            found, rest = ([(c.samples, c.worker, c.read, c.ended) for c in chunks] for chunks in (resumed, whole[index:]))
+            found, rest = ([(samples, {**at, "states": None}) for samples, at in each] for each in (resumed, whole[index:]))
             assert found == rest, index
 
 
-def _resumed(kind: type[Counted], workers: int, chunks: int) -> tuple[Counted, dict[str, Any], Chunk]:
-    source, fresh = StreamSource(kind(), 4, workers), kind()
-    place = source.first_place()
-    for chunk in islice(source.read_chunks(), chunks):
-        place = source.place_after(place, chunk)
-    (first, *_) = islice(StreamSource(fresh, 4, workers).read_chunks(place), 1)
-    return fresh, place, first
+def _resumed(kind: type[Counted], workers: int, chunks: int) -> tuple[Counted, dict[str, Any], dict[str, Any]]:
+    """Return the resumed data set, and the places before and after its first chunk."""
+    fresh = kind()
+    *_, (_, place) = islice(StreamSource(kind(), 4, workers).read_chunks(), chunks)
+    ((_, after),) = islice(StreamSource(fresh, 4, workers).read_chunks(place), 1)
+    return fresh, place, after
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_seeks_or_tells_what_is_read_again(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_seeks_or_warns_of_samples_that_are_read_again(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        _, place, first = _resumed(Seekable, workers, 4)
-        assert first.state["pulled"] == first.read == place["read"][first.worker] + 4
+        _, place, after = _resumed(Seekable, workers, 4)
+        worker = place["turn"]
+        assert after["states"][worker]["pulled"] == after["read"][worker] == place["read"][worker] + 4
         assert not caplog.records
         dataset, _, _ = _resumed(Counted, 0, 6)
     assert dataset.drawn == 28

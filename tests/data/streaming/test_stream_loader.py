@@ -284,6 +284,26 @@ def test_every_micro_batch_weighs_something_and_all_ranks_have_as_many() -> None
     assert len(counts) > 1
 
 
+def test_cost_and_weight_functions_are_called_once_per_sample() -> None:
+    def run() -> tuple[list[Any], list[Any], int]:
+        costs, weights = [], []
+
+        def cost(sample: tuple[int, int, float]) -> float:
+            costs.append(sample[:2])
+            return sample[2]
+
+        def weight(sample: tuple[int, int, float]) -> float:
+            weights.append(sample[:2])
+            return 1.0
+
+        loader = loader_of([24, 24], cost_fn=cost, weight_fn=weight, micro_batches=MicroBatchSchedule(2, 4))
+        return costs, weights, sum(isinstance(batch, MicroBatches) for batch in loader)
+
+    for rank, (costs, weights, divided) in enumerate(run_distributed(run, 2)):
+        assert costs == weights == [(rank, number) for number in range(24)]
+        assert divided == 6
+
+
 # -- streams that stop early or fail: no thread is left, and no rank waits for another
 
 

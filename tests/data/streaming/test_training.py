@@ -121,7 +121,7 @@ def test_what_is_read_on_may_be_interrupted_again(tmp_path: Path) -> None:
     assert left > 0 and len(_all(third)) == left + SIZE
     steps = next(n for n in range(len(third[0]) + 1) if len(_all(third, 0, n)) == left)
     assert sorted(_all(first) + _all(second) + _all(third, 0, steps)) == list(range(SIZE))
-    with pytest.raises(RankFailed, match=r"2 ranks.* before"):
+    with pytest.raises(RankFailed, match=r"2 ranks.* already resumed"):
         run_distributed(_fit, 2, path=again)
 
 
