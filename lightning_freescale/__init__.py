@@ -1,11 +1,12 @@
 """FreeScale for PyTorch Lightning: distributed training of sequence recommenders with minimal bubbles.
 
-Importing the package makes the strategy name ``"freescale"`` known to Lightning and the backend ``"freescale"`` to
-``torch.distributed``. It imports neither Lightning nor TorchRec: rooms that need them do, once they are used.
+Importing the package registers the strategy ``"freescale"`` with Lightning and the backend ``"freescale"`` with
+``torch.distributed``. It imports neither Lightning nor TorchRec. Subpackages that need them import them when they are used.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ __all__ = [
     "FreeScaleStrategy",
 ]
 
-_ROOM_OF = {
+_MODULE_OF = {
     "BalanceOptions": "lightning_freescale.data.options",
     "BubbleProfiler": "lightning_freescale.callbacks",
     "FreeScaleDataModule": "lightning_freescale.datamodule",
@@ -39,49 +40,37 @@ _ROOM_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ROOM_OF[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
-def _freescale_strategy(**options: Any) -> FreeScaleStrategy:
-    from lightning_freescale.strategy import FreeScaleStrategy
-
-    return FreeScaleStrategy(**options)
+def _new_strategy(class_name: str, **options: Any) -> Any:
+    return __getattr__(class_name)(**options)
 
 
-def _freescale_fabric_strategy(**options: Any) -> FreeScaleFabricStrategy:
-    from lightning_freescale.fabric import FreeScaleFabricStrategy
-
-    return FreeScaleFabricStrategy(**options)
-
-
-def _register(registry: Any, strategy: Any) -> None:
-    description = "DDP for the dense part, TorchRec for the embedding tables, their exchange overlapped with compute"
-    names: dict[str, dict[str, Any]] = {
-        "freescale": {},
-        "freescale_find_unused_parameters_true": {"find_unused_parameters": True},
-    }
-    for name, options in names.items():
-        if name not in registry:
-            registry.register(name, strategy, description=description, **options)
+def _register(registry: Any, class_name: str) -> None:
+    description = "DDP for the dense part, TorchRec for embedding tables, with their exchange overlapped with compute"
+    for suffix, options in (("", {}), ("_find_unused_parameters_true", {"find_unused_parameters": True})):
+        if (name := f"freescale{suffix}") not in registry:
+            registry.register(name, partial(_new_strategy, class_name), description=description, **options)
 
 
-# Lightning may be imported before or after this package, or never: then nothing here waits for its import.
+# Lightning may be imported before or after this package, or never.
 @wrapt.when_imported("lightning.pytorch.strategies")
 def _register_strategy(strategies: Any) -> None:
-    _register(strategies.StrategyRegistry, _freescale_strategy)
+    _register(strategies.StrategyRegistry, "FreeScaleStrategy")
 
 
 @wrapt.when_imported("lightning.fabric.strategies")
 def _register_in_fabric(strategies: Any) -> None:
-    _register(strategies.STRATEGY_REGISTRY, _freescale_fabric_strategy)
+    _register(strategies.STRATEGY_REGISTRY, "FreeScaleFabricStrategy")
 
 
 def _refuse_strategy(**options: Any) -> Any:
     raise ValueError(
-        "strategy='freescale' is for the Trainer of lightning.pytorch and for lightning.fabric: import lightning as L, and use "
-        "L.Trainer or L.Fabric. Those of pytorch_lightning and lightning_fabric have another Strategy class"
+        "strategy='freescale' does not support pytorch_lightning and lightning_fabric, which have another Strategy class. Use "
+        "import lightning as L with L.Trainer or L.Fabric"
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_freescale``: the same as ``freescale``."""
+"""``python -m lightning_freescale``: the command ``freescale``."""
 
 from __future__ import annotations
 

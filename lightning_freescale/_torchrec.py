@@ -1,4 +1,4 @@
-"""TorchRec is needed for sharded embeddings and jagged batches, not for the rest of the package."""
+"""Checks of the installed TorchRec, which only sharded embeddings and jagged batches need."""
 
 import warnings
 from importlib import import_module
@@ -7,39 +7,34 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0"), "2.14": ("2.14.1", "1.9.0", "1.9.2")}
-"""By torch's minor version, oldest first: releases of torch, FBGEMM and TorchRec that fit together. No metadata says so."""
+"""Compatible releases of torch, FBGEMM and TorchRec by torch's minor version, oldest first. No metadata contains them."""
 
 
 def require_torchrec() -> None:
-    """Import TorchRec, or say how to get it.
-
-    Raises:
-        ImportError: TorchRec or FBGEMM is missing or does not load.
-    """
+    """Import TorchRec, or raise an ImportError with the commands to install it."""
     try:
         import_module("torchrec")
-    # OSError: a library that is missing or built for another torch. AttributeError, RuntimeError: operators of another release.
+    # OSError: a library is missing or built for another torch. AttributeError, RuntimeError: operators have another release.
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        cause = error.__cause__ or error  # FBGEMM's own words name its library, the cause names what that one misses
+        cause = error.__cause__ or error  # FBGEMM's error names its library; the cause names the missing dependency
         raise ImportError(
-            f"this needs TorchRec, which does not load here ({cause}). Installed: {_installed()}. pip brings FBGEMM's build "
-            "for CUDA, fbgemm-gpu, which needs torch's build for CUDA and a driver; the build for the CPU, fbgemm-gpu-cpu, is "
-            "written into the same folder, and both are for one minor version of torch. "
-            + _commands(all_found=not isinstance(error, ImportError))
+            f"cannot import TorchRec ({cause}). Installed: {_installed()}. pip installs fbgemm-gpu, FBGEMM's build for CUDA, "
+            "which needs torch's build for CUDA and a driver. The build for the CPU, fbgemm-gpu-cpu, uses the same "
+            "folder. Both need a specific minor version of torch. " + _commands(all_found=not isinstance(error, ImportError))
         ) from error
 
 
 def warn_of_fbgemm_for_cuda() -> None:
-    """Warn where FBGEMM cannot load because it is built for CUDA and torch is not.
+    """Warn if FBGEMM cannot load because it is built for CUDA and torch is not.
 
-    A module that imports TorchRec itself fails with no more than the name of a library.
+    Without the warning, a module that imports TorchRec itself fails with only the name of a library.
     """
     if torch.version.cuda is not None or torch.version.hip is not None:
         return
     built = _release("fbgemm-gpu")
     if built and "cpu" not in built and not _release("fbgemm-gpu-cpu"):
         warnings.warn(
-            f"TorchRec will not load: FBGEMM is its build for CUDA, torch is not. Installed: {_installed()}. "
+            f"TorchRec cannot be imported, because FBGEMM is built for CUDA and torch is not. Installed: {_installed()}. "
             + _commands(all_found=True),
             stacklevel=3,
         )
@@ -62,7 +57,7 @@ def _minor(release: str) -> str:
 
 
 def _commands(all_found: bool) -> str:
-    """What to run; without a GPU a TorchRec that fits is left alone, for pip would bring FBGEMM for CUDA with it."""
+    """Return commands to install TorchRec. Without a GPU, they keep a compatible one, because pip would add FBGEMM for CUDA."""
     fits = _minor(torch.__version__) in FITTING
     torch_release, fbgemm, torchrec = FITTING[_minor(torch.__version__)] if fits else list(FITTING.values())[-1]
     first = [] if fits else [f"torch=={torch_release}"]

@@ -1,4 +1,4 @@
-"""FreeScaleDataModule: balanced batches from any map-style data set or stream."""
+"""The data module, which loads balanced batches from map-style data sets and streams."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_freescale._lightning.data_module import TrainerDataModule
 from lightning_freescale._lightning.loops import PredictionLoader, Trainer, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import BalancedSampler, BlockShuffle
-from lightning_freescale.data.balanced_loader import BalancedDataLoader
-from lightning_freescale.data.evaluation_order import EvaluationSampler
+from lightning_freescale.data.balanced_loader import BalancedDataLoader, EvaluationSampler
 from lightning_freescale.data.interactions import (
     HistoryDataset,
     Split,
@@ -35,53 +34,52 @@ class FreeScaleDataModule(TrainerDataModule):
     """Loads training batches whose samples are assigned to the ranks so that all ranks finish together.
 
     Args:
-        train_dataset: map-style, or an ``IterableDataset`` that yields this rank's own stream. The ``StreamingDataset`` of
-            litdata and of MosaicML's streaming is read by the numbers of its samples, as a map-style data set.
-        lengths: history length of every training sample, shape ``[samples]``, or a function of one sample. A stream needs a
-            function; a map-style data set is read once for it, on every rank.
-        batch_size: samples per rank and step; with ``batch_tokens`` only in validation, test and predict.
-        cost: predicted compute time of a sample: a function of the array of lengths, the costs themselves, shape ``[samples]``,
-            or without ``lengths`` a function of one sample. ``"auto"`` begins with ``CostModel()`` of the lengths. On several
-            ranks under strategy ``"freescale"`` the costs are then fitted to measured compute times. From epoch 1 on the plan
-            depends on the clock, and **two runs agree to rounding, not to the bit**. Runs **repeat to the bit** with
-            ``balance=BalanceOptions(calibrate=False)`` or another cost. Streams are not measured.
-        collate_fn: turns the list of samples of a step into a batch; torch's default if not given.
-        val_dataset, test_dataset, predict_dataset: map-style; every sample is loaded once, in order. Where batches are padded
-            to their longest sample, and the data set has an attribute ``lengths`` of shape ``[samples]``, samples of similar
-            length share a batch in validation and test. Batches keep their number and sizes, so means over samples change by
-            rounding alone. Log a mean over targets with ``batch_size=`` the number of targets.
-        balance: whether samples are assigned by cost; :class:`~lightning_freescale.data.BalanceOptions` say how. ``False``
-            leaves them on the ranks as drawn. The samples of a step are the same either way.
-        loss_reduction: what the loss that ``training_step`` returns averages over: the rank's samples, or its targets. The
-            strategy scales it so that the gradient is that of the mean over the global batch, also when ranks hold unequal
-            numbers. ``"sum"`` gives the gradient of the sum over the global batch. ``"unweighted"`` leaves the losses as
-            they are, for strategies that weigh nothing.
-        target_counts: prediction targets per sample for ``"target_mean"``, shape ``[samples]``, or a function of one sample
-            as ``lengths``; ``lengths`` if not given.
-        batch_tokens: the most tokens (``lengths``, or ``BalanceOptions(tokens=...)``) that a rank may hold in a training
-            step, instead of ``batch_size``; see :class:`~lightning_freescale.balance.Budget`. All steps have the same number of
-            samples, to one, and all ranks and epochs the same number of steps. ``BalanceOptions(tokens=costs)`` limits the
-            cost of a step instead. Needs a map-style data set.
-        micro_batches: the number of parts of about equal cost into which each rank's batch of a step is cut. The parts are
-            computed one after the other with one update of the tables, which hides more of the exchange and takes less memory.
-            The gradient is that of the undivided step, to rounding, for losses that are a mean (or sum) over samples or
-            targets. **Losses that look across the samples of a batch**, such as in-batch negatives, and batch normalization
-            see a part only: leave it at 1 for those. ``"auto"`` measures the divisors of ``batch_size`` up to 8 and keeps the
-            quickest. Needs strategy ``"freescale"``. Log sums on steps with ``reduce_fx="sum"``.
-        drop_last: leave out an incomplete last step.
-        shuffle: draw a new order every epoch, of all samples or as :class:`~lightning_freescale.balance.BlockShuffle` says; a
-            stream keeps its own order.
-        seed: seeds the order.
+        train_dataset: map-style data set, or an ``IterableDataset`` with the stream of this rank. The ``StreamingDataset`` of
+            litdata and of MosaicML's streaming is used as a map-style data set.
+        lengths: history length of every training sample, shape ``[samples]``, or a function of a sample. With a function, each
+            rank reads a map-style data set once at the start. A stream needs a function.
+        batch_size: samples per rank and step. With ``batch_tokens``, it only applies to validation, test and predict.
+        cost: predicted compute time of a sample: a function of the array of lengths, the costs, shape ``[samples]``, or without
+            ``lengths`` a function of a sample. ``"auto"`` starts with ``CostModel()`` of the lengths. On several ranks with
+            strategy ``"freescale"``, it then fits the costs of a map-style data set to measured compute times. From epoch 1 on,
+            the plan depends on these times, and **two runs are equal up to rounding, not bitwise**. Runs are **bitwise equal**
+            with ``balance=BalanceOptions(calibrate=False)`` or another cost.
+        collate_fn: function from the list of samples of a step to a batch. Default: torch's ``default_collate``.
+        val_dataset, test_dataset, predict_dataset: map-style data sets. Every sample is loaded once, in order. If batches are
+            padded to their longest sample, and the data set has an attribute ``lengths`` of shape ``[samples]``, samples of
+            similar length share a batch in validation and test. The number and sizes of batches stay the same, so means over
+            samples change only by rounding. Log means over targets with ``batch_size=`` the number of targets.
+        balance: whether to assign samples by cost, or :class:`~lightning_freescale.data.BalanceOptions`. With ``False``, the
+            samples stay on the ranks as drawn. The samples of a step are the same in both cases.
+        loss_reduction: reduction of the loss that ``training_step`` returns: the mean over the samples or the targets of the
+            rank, or the sum. The strategy scales the loss so that the gradient is that of the mean or sum over the global
+            batch, also with unequal numbers of samples. ``"unweighted"`` disables the scaling.
+        target_counts: number of targets of every sample for ``"target_mean"``, shape ``[samples]``, or a function of a sample
+            as in ``lengths``. Default: ``lengths``.
+        batch_tokens: largest number of tokens (``lengths``, or ``BalanceOptions(tokens=...)``) of a rank in a training step,
+            instead of ``batch_size``; see :class:`~lightning_freescale.balance.Budget`. The numbers of samples of two steps
+            differ by at most one, and all ranks and epochs have the same number of steps. ``BalanceOptions(tokens=costs)``
+            limits the cost instead. Needs a map-style data set.
+        micro_batches: number of parts of about equal cost into which each rank's batch is divided. The parts are computed one
+            after the other, with one update of the tables, which hides more of the exchange and needs less memory. The gradient
+            equals that of the undivided step up to rounding if the loss is a mean or sum over samples or targets. Keep 1 for
+            **losses that compare the samples of a batch**, such as in-batch negatives, and for batch normalization. ``"auto"``
+            measures the divisors of ``batch_size`` up to 8 and keeps the fastest. Needs strategy ``"freescale"``. Log sums on
+            steps with ``reduce_fx="sum"``.
+        drop_last: whether to drop an incomplete last step.
+        shuffle: whether to draw a new order of all samples in every epoch, or a
+            :class:`~lightning_freescale.balance.BlockShuffle`. A stream keeps its own order.
+        seed: seed of the order.
         **loader_options: further options of ``torch.utils.data.DataLoader``, such as ``num_workers`` and ``pin_memory`` (by
-            default where the Trainer's device is a GPU); for an ``IterableDataset`` only ``num_workers``.
+            default True for a GPU). An ``IterableDataset`` only supports ``num_workers``.
 
     Attributes:
-        train: the training data: how it is planned, and where a run stands in it.
-        histories: from :meth:`from_interactions`, the maps from dense ids to the file's.
+        train: the training data, their plan, and the progress of a run.
+        histories: the histories of :meth:`from_interactions`, which map dense ids to ids of the source.
 
     Raises:
-        ValueError: an argument does not fit; names it, its value and the fix.
-        TypeError: there is no such argument.
+        ValueError: an argument is invalid.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -137,8 +135,8 @@ class FreeScaleDataModule(TrainerDataModule):
         self.train = MapStyleData(train_dataset, arguments)
         if isinstance(train_dataset, IterableDataset):
             rank_zero_info(
-                f"{type(train_dataset).__name__} is read by the numbers of its {len(self.train.costs)} samples, as a map-style "
-                "data set: the plan of the steps takes the place of its own order, shards and state"
+                f"{type(train_dataset).__name__} is used as a map-style data set of {len(self.train.costs)} samples. The "
+                "plan of the steps replaces its own order, shards and state"
             )
 
     @classmethod
@@ -161,12 +159,12 @@ class FreeScaleDataModule(TrainerDataModule):
     ) -> FreeScaleDataModule:
         """Read histories from a text or Parquet file, a data frame or an Arrow table, and split them leave-one-out.
 
-        Each user's last item is for test, the one before for validation, the rest for training. Batches are those of
-        :func:`lightning_freescale.data.collate_histories`.
+        Each user's last item is for test, the one before for validation, and the rest for training. Batches are those of
+        :func:`lightning_freescale.data.collate_histories`. ``max_length`` keeps the last items of longer histories, which
+        changes the gradient, because it drops targets.
 
-        ``source`` to ``ties`` are the arguments of :func:`lightning_freescale.data.read_interactions`, the others those of
-        :class:`FreeScaleDataModule`. ``max_length`` keeps the last so many items of a history; it is not gradient-identical,
-        as it drops targets.
+        ``source`` to ``ties`` are the arguments of :func:`lightning_freescale.data.read_interactions`. All others are those of
+        :class:`FreeScaleDataModule`.
         """
         columns: dict[str, Any] = {"user": user, "item": item, "time": time}
         file_format: dict[str, Any] = {"delimiter": delimiter, "header": header, "line": line}
@@ -192,14 +190,14 @@ class FreeScaleDataModule(TrainerDataModule):
         shuffle: bool = True,
         **options: Any,
     ) -> FreeScaleDataModule:
-        """Read histories that need not fit into memory from Parquet files with one row a user, and split them leave-one-out.
+        """Read histories larger than memory from Parquet files with one row per user, and split them leave-one-out.
 
-        Splits and batches are those of :meth:`from_interactions`; item ids are taken as they are. ``source`` to ``time`` are
-        the arguments of :class:`lightning_freescale.data.ParquetHistories`, the others those of :class:`FreeScaleDataModule`.
-        ``max_length`` keeps the last so many items of a history; it is not gradient-identical, as it drops targets.
+        Splits, batches and ``max_length`` are as in :meth:`from_interactions`. Item ids are used unchanged. Groups of
+        ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`. Each
+        loading process holds at most this number in memory, and reads nearly every row group once per epoch.
 
-        ``row_group_window`` row groups are shuffled together, see :class:`~lightning_freescale.balance.BlockShuffle`, and as
-        many at most are held by every process that loads. Each of these reads nearly every row group, once an epoch.
+        ``source`` to ``time`` are the arguments of :class:`lightning_freescale.data.ParquetHistories`. All others are those of
+        :class:`FreeScaleDataModule`.
         """
         histories: Any = ParquetHistories(source, user=user, item=item, time=time, held_row_groups=row_group_window)
         splits = leave_one_out(ParquetHistoryDataset, histories, source, max_length)
@@ -212,8 +210,8 @@ class FreeScaleDataModule(TrainerDataModule):
     def _from_splits(cls, splits: dict[Split, HistoryDataset], **options: Any) -> FreeScaleDataModule:
         train = splits["train"]
         if short := len(train.histories.lengths) - len(train.users):
-            rank_zero_info(f"{short} users have fewer than {train.min_interactions} interactions and are left out")
-        # jsonargparse reads from these names which options a config need not have
+            rank_zero_info(f"{short} users have fewer than {train.min_interactions} interactions and are omitted")
+        # explicit names, from which jsonargparse infers the options that a config may omit
         return cls(
             train,
             train.lengths,
@@ -227,13 +225,13 @@ class FreeScaleDataModule(TrainerDataModule):
     # -- loaders
 
     def setup(self, stage: str) -> None:
-        """Forget the previous fit's progress; a checkpoint brings its own afterwards."""
+        """Reset the progress of a previous fit."""
         if stage == "fit":
             self.train.reset_progress()
-            self._reload_every = None  # of a Trainer whose fit failed
+            self._reload_every = None  # set by a failed fit
 
     def teardown(self, stage: str) -> None:
-        """Leave nothing behind: no process group, no setting of the Trainer."""
+        """Destroy the process group of a stream, and restore the Trainer's settings."""
         if isinstance(self.train, IterableData):
             self.train.destroy_group()
         self._reload_next_epoch(False)
@@ -244,7 +242,7 @@ class FreeScaleDataModule(TrainerDataModule):
         epoch, limit = 0, 1.0
         if trainer is not None:
             if isinstance(train, MapStyleData) and not self._weighs_loss:
-                train.forget_choices()  # of a checkpoint
+                train.forget_choices()  # those of a checkpoint
             self._check_trainer(trainer, train)
             epoch, limit = trainer.current_epoch, trainer.limit_train_batches
         if isinstance(train, IterableData):
@@ -260,30 +258,28 @@ class FreeScaleDataModule(TrainerDataModule):
         return BalancedDataLoader.from_sampler(train.dataset, sampler, self.collate_fn, self._on_gpu, **self._loader_options)
 
     def _check_trainer(self, trainer: Trainer, train: IterableData | MapStyleData) -> None:
-        """Refuse a Trainer that replaces the sampler, or whose strategy neither weighs losses nor measures times."""
         if overfit := getattr(trainer, "overfit_batches", 0):
             raise ValueError(
-                f"Trainer(overfit_batches={overfit}) replaces the sampler and with it the plan of the steps. Use "
-                "limit_train_batches= with FreeScaleDataModule(shuffle=False)"
+                f"Trainer(overfit_batches={overfit}) replaces the sampler, and with it the plan of the steps. Use "
+                "limit_train_batches= with FreeScaleDataModule(shuffle=False) instead"
             )
         if not self._weighs_loss:
             self._arguments.check_plain_strategy(trainer.world_size, train.assignment_mode)
         elif self.balance_options.calibrate and trainer.world_size == 1:
             rank_zero_warn(
-                "BalanceOptions(calibrate=True) measures nothing on a single rank, which has no other rank to share samples "
-                "with: use Trainer(devices=2) or more, or leave it out"
+                "BalanceOptions(calibrate=True) has no effect on a single rank. Pass Trainer(devices=2) or more, or remove it"
             )
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Return a loader of this rank's part of the validation samples, each once, in order or grouped by length."""
+        """Return the loader of this rank's validation samples, in order or grouped by length."""
         return self._evaluation_loader("val_dataset", "limit_val_batches")
 
     def test_dataloader(self) -> BalancedDataLoader | list[Any]:
-        """Return a loader of this rank's part of the test samples, each once, in order or grouped by length."""
+        """Return the loader of this rank's test samples, in order or grouped by length."""
         return self._evaluation_loader("test_dataset", "limit_test_batches")
 
     def predict_dataloader(self) -> PredictionLoader | list[Any]:
-        """Return a loader of this rank's part of the samples to predict, each once, in order."""
+        """Return the loader of this rank's samples to predict, in order."""
         loader = self._evaluation_loader("predict_dataset")
         return loader if isinstance(loader, list) else PredictionLoader(loader)
 
@@ -309,42 +305,42 @@ class FreeScaleDataModule(TrainerDataModule):
             ValueError: the training data is a stream.
         """
         if isinstance(self.train, IterableData):
-            raise ValueError("the steps of a stream cannot be planned before its samples have arrived")
+            raise ValueError("an IterableDataset has no plan before its samples arrive. Use a map-style data set")
         return self.train.sampler(rank, world_size)
 
     # -- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training stands in its data; the same on every rank. Collective for streams."""
+        """Return the progress in the training data, which is the same on every rank. Collective for streams."""
         epoch, batches = self._training_position()
         state = self.train.state_dict(epoch, batches, self._rank_and_world_size()[1])
         return {**state, "micro_batches": self.train.micro_batches.measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that the checkpoint's run has consumed.
+        """Resume after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: the checkpoint was made with another kind of data set, or inside an epoch of another order.
+            ValueError: the checkpoint belongs to another kind of data set, or is inside an epoch with another order.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             if isinstance(self.train, MapStyleData):
                 self.train.know_padding(state)
-            return  # validation and test load the weights of a checkpoint, not its place in the training data
+            return  # validation and test do not use the progress
         kinds = ["a map-style data set", "an IterableDataset"]
         streamed = isinstance(self.train, IterableData)
         if streamed != ("streams" in state):
             raise ValueError(
-                f"the checkpoint was made with {kinds[not streamed]}, this run has {kinds[streamed]}: its place in the one "
-                "means nothing in the other. Load the weights alone, or use the same kind of data set"
+                f"the checkpoint was written with {kinds[not streamed]}, but this run has {kinds[streamed]}, so it cannot "
+                "resume. Load only the weights, or use the same kind of data set"
             )
         self.train.load_state_dict(state, *self._rank_and_world_size())
         if isinstance(self.train, MapStyleData) and self.train.refuses_refits(state):
             rank_zero_warn(
-                "the checkpoint's costs were fitted to compute times; FreeScaleDataModule(cost=...) says others, which go from "
-                "here on. To go on with those of the checkpoint, leave cost= out"
+                "FreeScaleDataModule(cost=...) replaces the costs of the checkpoint, which were fitted to compute "
+                "times. Remove cost= to use those of the checkpoint"
             )
         schedule = self.train.micro_batches
         if schedule.auto and state.get("micro_batches") in schedule.candidates:
             schedule.measured = state["micro_batches"]
             schedule.settle(state["micro_batches"])
-        self._reload_now()  # a user may have asked for the loader before the checkpoint was read
+        self._reload_now()  # the loader may have been created before the checkpoint was read

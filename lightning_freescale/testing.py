@@ -20,29 +20,29 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-class RankFailed(RuntimeError):  # noqa: N818 (says what happened)
-    """A rank raised, died or did not finish; the message holds its traceback."""
+class RankFailed(RuntimeError):  # noqa: N818 (the name states the event)
+    """A rank raised, died or did not finish. The message contains its traceback."""
 
 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, init: bool = True, **kwargs: Any
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on ``world_size`` processes that share a gloo group, and return their results by rank.
+    """Call ``fn(*args, **kwargs)`` in ``world_size`` processes that share a gloo group, and return their results by rank.
 
-    The processes are forked from this one, so whatever it has imported need not be imported again. Each has one thread and
-    the environment that torchrun sets, so that ``Trainer(devices=world_size)`` takes its rank from it.
+    The processes are forked from this one, which saves imports. Each process has one thread, and the environment that torchrun
+    sets, from which ``Trainer(devices=world_size)`` reads the rank.
 
     Args:
-        fn: any function, also a closure; its result must be picklable.
+        fn: any function, also a closure. Its result must be picklable.
         world_size: number of processes.
-        *args: for ``fn``.
-        timeout: seconds after which all are killed.
-        init: create the default process group before calling ``fn``.
-        **kwargs: for ``fn``.
+        *args: positional arguments of ``fn``.
+        timeout: seconds after which all processes are killed.
+        init: whether to create the default process group before calling ``fn``.
+        **kwargs: keyword arguments of ``fn``.
 
     Raises:
-        ValueError: this process has a default process group, which the ranks would inherit.
-        RankFailed: a rank raised (with its traceback), died (with its signal), or ran past the timeout.
+        ValueError: ``init`` is set, and this process has a default process group, which the ranks would inherit.
+        RankFailed: a rank raised (with its traceback), died (with its exit code), or exceeded the timeout.
 
     Examples:
         >>> import torch.distributed as dist
@@ -51,7 +51,7 @@ def run_distributed(
     """
     if init and dist.is_initialized():
         raise ValueError(
-            "run_distributed(init=True) in a process that has a default process group, which the ranks would inherit: call "
+            "run_distributed(init=True): this process has a default process group, which the ranks would inherit. Call "
             "torch.distributed.destroy_process_group() before, or pass init=False"
         )
     with _reserved_port() as port:
@@ -90,7 +90,7 @@ def _collect(ends: list[Connection], ranks: list[Any], timeout: float) -> list[A
                 ranks[rank].join(grace)
                 ok, value = False, f"died with exit code {ranks[rank].exitcode}"
             (results if ok else failures)[rank] = value
-            if not ok:  # the other ranks fail soon because of it, or would wait for it until the timeout
+            if not ok:  # the other ranks fail soon, or would wait until the timeout
                 deadline = min(deadline, time.monotonic() + grace)
     if failures:
         raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
@@ -116,16 +116,16 @@ def _rank(call: Callable[[], Any], rank: int, world_size: int, port: int, timeou
     sys.stderr.flush()
     end.send(answer)
     if not code:
-        time.sleep(timeout)  # peers may still need this rank's store and connections; the parent ends it
-    os._exit(code)  # without an orderly shutdown, which would wait for peers that failed
+        time.sleep(timeout)  # peers may still need this rank's store and connections; the parent kills it
+    os._exit(code)  # without orderly shutdown, which would wait for failed peers
 
 
 @contextmanager
 def _reserved_port() -> Generator[int, None, None]:
-    """Yield a port that one process may listen on, and that no other program gets inside the context."""
+    """Yield a port on which one process may listen, and which no other program gets within the context."""
     with socket.socket() as held:
-        # Bound, but not listening: Linux lets another socket with this option, such as those of torch's stores, listen on the
-        # port, and does not assign it to a socket that asks for any port.
+        # The socket is bound but does not listen. Linux lets another socket with this option, such as that of torch's store,
+        # listen on the port, but does not assign the port to a socket that requests any port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

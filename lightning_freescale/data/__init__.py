@@ -1,4 +1,4 @@
-"""From an interactions file, histories in Parquet files, any map-style data set or a stream to balanced batches."""
+"""Balanced batches from interaction files, histories in Parquet files, map-style data sets and streams."""
 
 from lightning_freescale.data.balanced_loader import BalancedDataLoader
 from lightning_freescale.data.interactions import Histories, HistoryDataset, collate_histories, read_interactions

@@ -1,4 +1,4 @@
-"""Group interactions into one history per user, in time order, and make leave-one-out samples and jagged batches of them."""
+"""Group interactions into histories, and create leave-one-out samples and jagged batches."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _BLOCK = 1 << 20  # rows
 
 @dataclass(frozen=True)
 class Histories:
-    """Every user's interactions in time order, back to back.
+    """The interactions of all users in time order, concatenated.
 
     Attributes:
         items: dense item ids ``0 .. num_items - 1``, shape ``[interactions]``.
-        times: shape ``[interactions]``. Numbers as in the source, float64 if they are floats; dates in seconds since 1970, in
-            UTC, and times in the unit of their column: of a text file seconds, or nanoseconds if any has a fraction. Without
-            times, the place of each interaction in its history, from 0.
-        offsets: user ``u`` owns ``items[offsets[u]:offsets[u + 1]]``, shape ``[users + 1]``.
-        user_ids: the source's id of user ``u``, int64 or str (as objects), sorted, shape ``[users]``.
-        item_ids: the source's id of item ``i``, likewise, shape ``[num_items]``; keep it for serving.
+        times: times, shape ``[interactions]``, int64 or float64.
+
+            - Numbers are as in the source.
+            - Dates are seconds since 1970 in UTC.
+            - Timestamps have the unit of their column. In a text file, this is seconds, or nanoseconds if any has a fraction.
+            - Without a column of times, they are the positions in the histories, counted from 0.
+        offsets: bounds of the histories, shape ``[users + 1]``. User ``u`` owns ``items[offsets[u]:offsets[u + 1]]``.
+        user_ids: the source's id of each user, sorted, shape ``[users]``; int64 or objects of type str.
+        item_ids: the source's id of each item, sorted, shape ``[num_items]``; int64 or objects of type str. Needed for serving.
     """
 
     items: NDArray[np.int64]
@@ -43,12 +46,12 @@ class Histories:
 
     @property
     def num_items(self) -> int:
-        """The number of different items, which is the number of rows that their table needs."""
+        """The number of distinct items, which is the number of rows of their table."""
         return len(self.item_ids)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Interactions of every user, shape ``[users]``."""
+        """The number of interactions of each user, shape ``[users]``."""
         return np.diff(self.offsets)
 
 
@@ -66,27 +69,29 @@ def read_interactions(
 ) -> Histories:
     r"""Read interactions and group them by user.
 
-    Rows and columns are counted from 0, the header aside, also in errors.
+    Rows and columns are counted from 0 without the header, also in errors.
 
     Args:
-        source: a text file (also ``.gz``), a Parquet file or a folder of such, a pandas or polars DataFrame, a pyarrow table
-            or anything else with an Arrow C stream (``__arrow_c_stream__``), one row an interaction.
-        user: column of user ids, by name or number; integers or strings. Ids of a text file are integers where each of the
-            column is written as one, and else strings, so that ``007`` is not ``7``.
-        item: column of item ids, likewise.
-        time: column of times, by name or number: numbers, dates or ISO 8601. None if the rows of each user are in order.
-        delimiter: between the values of a line of a text file, such as ``"\t"`` or ``"::"``. By default tab, comma, space or
-            ``"::"``, whichever gives each of the first lines as many values.
-        header: whether the first line of a text file holds names. By default it does if the names asked for stand there, or
-            words where all lines below have numbers or dates.
-        line: what a line of a text file holds: ``"interaction"``, or ``"user"``: a user and then all items of that user in
-            order. By default the latter if ``time=None``, the first lines hold different numbers of values, and each begins
-            with another one.
-        order: ``"given"`` demands that each user's rows come in time order; ``"sort"`` sorts them.
-        ties: ``"error"`` refuses two interactions of a user at the same time; ``"keep"`` leaves them in the order of rows.
+        source: interactions, one per row: a text file (also ``.gz``), a Parquet file or a folder of Parquet files, a pandas or
+            polars DataFrame, a pyarrow table, or any object with ``__arrow_c_stream__``.
+        user: column of user ids, by name or number. Ids are integers or strings. Ids in a text file are integers only if the
+            text of each id in the column is that of an integer; ``007`` is a string.
+        item: column of item ids, like ``user``.
+        time: column of times, by name or number: numbers, dates or ISO 8601. Pass None if the rows of each user are in order.
+        delimiter: text between two values in a text file, such as ``"\t"`` or ``"::"``. By default, the function chooses tab,
+            comma, space or ``"::"`` so that each of the first lines has the same number of values.
+        header: whether the first line of a text file contains names. By default, it does if it contains the given names, or
+            words above columns of numbers or dates.
+        line: content of a line of a text file: ``"interaction"``, or ``"user"`` for a user followed by all items of that user
+            in order. The default is ``"user"`` if ``time=None`` and the first lines have different numbers of values and
+            different first values, and ``"interaction"`` otherwise.
+        order: ``"given"`` requires that the rows of each user are in time order; ``"sort"`` sorts them.
+        ties: ``"error"`` refuses two interactions of a user at the same time; ``"keep"`` keeps them in the order of rows.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: what is wrong, in which column or row, and what to pass instead.
+        FileNotFoundError: the file does not exist.
+        TypeError: the source has no supported type.
+        ValueError: an argument, a column or a row is invalid.
 
     Examples:
         >>> import pyarrow as pa
@@ -96,14 +101,18 @@ def read_interactions(
         (3, ['ann', 'bob'], [5, 7, 9])
     """
     if order not in ("given", "sort") or ties not in ("error", "keep"):
-        raise ValueError(f'read_interactions(order={order!r}, ties={ties!r}): pass "given" or "sort", and "error" or "keep"')
+        raise ValueError(
+            f'read_interactions(order={order!r}, ties={ties!r}): pass order="given" or "sort", and ties="error" or "keep"'
+        )
     if time is None and (order, ties) != ("given", "error"):
-        raise ValueError(f"read_interactions(time=None, order={order!r}, ties={ties!r}): there are no times, leave both out")
+        raise ValueError(
+            f"read_interactions(time=None, order={order!r}, ties={ties!r}): order= and ties= need times. Remove them"
+        )
     name = str(source) if isinstance(source, (str, Path)) else "table"
     wanted: list[int | str] = [user, item] if time is None else [user, item, time]
     columns = read_columns(source, wanted, delimiter, header, line).columns
     if not len(columns[0]):
-        raise ValueError(f"{name} holds no interaction: pass a source with at least one row")
+        raise ValueError(f"{name} has no interactions. Pass a source with at least one row")
     _refuse_missing(columns, wanted, name)
     times = None if time is None else as_times(columns.pop(), time, name)
     rows, counts, user_ids = _by_user(columns.pop(0), user, name, times if order == "sort" else None)
@@ -111,7 +120,7 @@ def read_interactions(
     item_of_row, item_ids = _dense(columns.pop(), item, name)
     items = (item_of_row if rows is None else item_of_row[rows]).astype(np.int64)
     del item_of_row
-    pa.default_memory_pool().release_unused()  # memory of the columns, unless other code holds them
+    pa.default_memory_pool().release_unused()  # frees the columns, unless other code uses them
     if times is None:
         times = np.arange(len(items))
         times -= np.repeat(offsets[:-1], counts)
@@ -122,23 +131,23 @@ def read_interactions(
 
 
 class HistoryDataset(Dataset[dict[str, Any]]):
-    """One sample per user: the history up to a held-out item.
+    """A data set with one sample per user: the history before a held-out item.
 
-    The last item of a user is for ``"test"``, the one before for ``"validate"``; ``"train"`` predicts every next item of
-    the rest; ``"predict"`` has the whole history and no target. Users with fewer than ``min_interactions`` have no
-    training target and must have been left out. With ``max_length`` only the last so many items of a history go in.
+    ``"test"`` holds out the last item of each user, and ``"validate"`` the one before. ``"train"`` predicts each next item of
+    the rest. ``"predict"`` has the whole history and no target. ``users`` must have at least ``min_interactions`` interactions,
+    because others have no training target. ``max_length`` limits samples to the last items of a history.
     """
 
     min_interactions = 4
 
     def __init__(self, histories: Histories, users: NDArray[np.int64], split: Split, max_length: int | None = None) -> None:
         if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length={max_length!r}: pass a number of items, at least 1, or None for whole histories")
+            raise ValueError(f"max_length={max_length!r}: pass a number of items of at least 1, or None for whole histories")
         self.histories, self.users, self.split, self.max_length = histories, users, split, max_length
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """History length of every sample, what its compute time depends on; shape ``[samples]``."""
+        """The history length of every sample, shape ``[samples]``."""
         whole = self.histories.lengths[self.users] - _HELD_OUT[self.split] - (self.split != "predict")
         return whole if self.max_length is None else np.minimum(whole, self.max_length)
 
@@ -146,9 +155,10 @@ class HistoryDataset(Dataset[dict[str, Any]]):
         return len(self.users)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``item`` and ``time`` of shape ``[length]``; ``target`` of shape ``[length]`` (train), ``[0]`` or ``[1]``.
+        """Return the sample of a user.
 
-        ``user`` is the source's id if that is an integer; of string ids their place in ``histories.user_ids``.
+        ``item`` and ``time`` have shape ``[length]``. ``target`` has shape ``[length]`` (train), ``[1]``, or ``[0]`` (predict).
+        ``user`` is the source's id if it is an integer, and otherwise its index in ``histories.user_ids``.
         """
         user = self.users[index]
         start, end = self.histories.offsets[user], self.histories.offsets[user + 1] - _HELD_OUT[self.split]
@@ -165,25 +175,24 @@ class HistoryDataset(Dataset[dict[str, Any]]):
 def leave_one_out(
     dataset_type: type[HistoryDataset], histories: Any, source: Any, max_length: int | None
 ) -> dict[Split, HistoryDataset]:
-    """Return the data set of each split, with the users that have enough interactions.
-
-    Raises:
-        ValueError: no user has.
-    """
+    """Return the data set of each split. Raise a ValueError if no user has enough interactions."""
     users = np.flatnonzero(histories.lengths >= dataset_type.min_interactions)
     if not len(users):
         name = "the table" if hasattr(source, "__arrow_c_stream__") else source
-        raise ValueError(f"no user of {name} has {dataset_type.min_interactions} interactions or more")
+        raise ValueError(f"no user of {name} has at least {dataset_type.min_interactions} interactions. Pass longer histories")
     return {split: dataset_type(histories, users, split, max_length) for split in get_args(Split)}
 
 
 def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A jagged batch.
+    """Return a jagged batch of samples of :class:`HistoryDataset`.
 
     Returns:
-        ``features``, a KeyedJaggedTensor of feature ``"item"``; ``time``, int64 or float64 ``[total length]``, as
-        ``Histories.times``; ``target``, int64, ``[total length]`` in training, ``[samples]`` in evaluation, empty in
-        prediction; ``user``, int64 ``[samples]``, the source's ids, or of string ids their places in ``Histories.user_ids``.
+        A dictionary with
+
+        - ``features``: KeyedJaggedTensor of feature ``"item"``.
+        - ``time``: int64 or float64, shape ``[total length]``, as in ``Histories.times``.
+        - ``target``: int64, shape ``[total length]`` in training, ``[samples]`` in evaluation, ``[0]`` in prediction.
+        - ``user``: int64, shape ``[samples]``: the source's integer ids, or indices of string ids in ``Histories.user_ids``.
     """
     require_torchrec()
     from torchrec import KeyedJaggedTensor
@@ -191,7 +200,7 @@ def collate_histories(samples: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = torch.tensor([len(sample["item"]) for sample in samples], dtype=torch.int32)
     joined = {key: torch.from_numpy(np.concatenate([s[key] for s in samples])) for key in ("item", "time", "target")}
     return {
-        # first: Lightning takes the size of the first tensor for the number of samples
+        # the first entry, because Lightning uses the size of the first tensor as the number of samples
         "user": torch.tensor([int(sample["user"]) for sample in samples]),
         "features": KeyedJaggedTensor(keys=["item"], values=joined["item"], lengths=lengths),
         "time": joined["time"],
@@ -204,8 +213,8 @@ def _refuse_missing(columns: list[pa.ChunkedArray], wanted: list[int | str], nam
         if values.null_count:
             row = pc.index(pc.is_null(values), True).as_py()
             raise ValueError(
-                f"column {column!r} of {name} has {values.null_count} missing values, the first in row {row}: drop or fill "
-                "those rows"
+                f"column {column!r} of {name} has {values.null_count} missing values, the first in row {row}. Drop or fill "
+                "these rows"
             )
 
 
@@ -214,16 +223,16 @@ def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArr
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
     if not (pa.types.is_integer(kind) or str(kind) in ("string", "large_string", "string_view")):
         raise ValueError(
-            f"column {column!r} of {name} holds {kind}, not integers or strings, such as {values[0]} in row 0: pass the "
-            "column of ids, or convert it"
+            f"column {column!r} of {name} has type {kind}, such as {values[0]} in row 0. Ids must be integers or strings. Pass "
+            "the column of ids, or convert it"
         )
-    if str(values.type) == "string_view":  # as polars has them; Arrow's kernels want offsets
+    if str(values.type) == "string_view":  # the type of polars, which Arrow's kernels do not support
         values = values.cast(pa.large_string())
     values = values.unify_dictionaries() if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     ids = values.chunk(0).dictionary
     ids = _as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
     codes = [chunk.indices.to_numpy() for chunk in values.chunks]
-    is_used = np.zeros(len(ids), dtype=bool)  # a category may be there without a row
+    is_used = np.zeros(len(ids), dtype=bool)  # categories may have no row
     for of_chunk in codes:
         is_used[of_chunk] = True
     used = np.flatnonzero(is_used)
@@ -238,17 +247,14 @@ def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
         return ids.cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise ValueError(
-            f"column {column!r} of {name} holds values beyond 64-bit integers ({error}): map them first"
+            f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Map them to smaller ids"
         ) from error
 
 
 def _by_user(
     values: pa.ChunkedArray, column: int | str, name: str, times: NDArray[Any] | None
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[Any]]:
-    """Return the rows ordered by user and time, None if they are in order; the rows of each user; and the users' ids.
-
-    Without times, the rows of a user keep their order.
-    """
+    """Return the row order by user and time, None if it is ascending; the number of rows of each user; and the users' ids."""
     users, user_ids = _dense(values, column, name)
     counts = np.bincount(users, minlength=len(user_ids))
     by_time = None if times is None or _ascending(times) else _stable_order(times)
@@ -257,7 +263,7 @@ def _by_user(
     if _ascending(users):
         return by_time, counts, user_ids
     by_user = _stable_order(users)
-    del users  # the most that is held at a time are the next three
+    del users  # limits the peak memory
     return by_user if by_time is None else by_time[by_user], counts, user_ids
 
 
@@ -268,8 +274,7 @@ def _ascending(values: NDArray[Any]) -> bool:
 def _stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
     """Return indices that sort ``keys`` stably.
 
-    Row numbers are packed below the keys for one sort of integers. It takes a third of the time of a stable sort, in less
-    memory.
+    Integer keys are packed with their row numbers. Sorting these takes a third of the time of a stable sort, and less memory.
     """
     low, bits = keys.min(), len(keys).bit_length()
     if keys.dtype.kind == "f" or (int(keys.max()) - int(low)).bit_length() + bits > 63:
@@ -295,7 +300,6 @@ def _check_times(
     column: int | str,
 ) -> None:
     def where(place: np.intp) -> tuple[Any, list[int]]:
-        """Return the user, and the rows of a place and the one before."""
         user = user_ids[np.searchsorted(offsets, place, side="right") - 1]
         return user, [int(place) - 1, int(place)] if rows is None else rows[place - 1 : place + 1].tolist()
 
@@ -306,12 +310,12 @@ def _check_times(
         user, between = where(backwards[0])
         raise ValueError(
             f"{name}: {column!r} goes back in time for user {user} between rows {between} and {backwards.size - 1} more "
-            'places. Pass order="sort" to sort every history by time.'
+            'places. Pass order="sort" to sort every history by time'
         )
     equal = 1 + np.flatnonzero((times[1:] == times[:-1]) & same_user)
     if ties == "error" and equal.size:
         user, both = where(equal[0])
         raise ValueError(
-            f"{name}: user {user} has several interactions at {column}={times[equal[0]]}, in rows {both}, and so have "
-            f'{equal.size - 1} more. Pass ties="keep" to leave them in the order of rows.'
+            f"{name}: user {user} has several interactions at {column}={times[equal[0]]} in rows {both}, and there are "
+            f'{equal.size - 1} more such pairs. Pass ties="keep" to keep them in the order of rows'
         )

@@ -1,4 +1,4 @@
-"""Training data that arrives sample by sample, in a stream of each rank."""
+"""Training data that arrives in a stream of each rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class IterableData:
     """An iterable data set, the costs of its samples, and their assignment to the ranks.
 
     Args:
-        dataset: this rank's stream.
-        given: the arguments of the data module. ``lengths`` is a function from a sample to its history length, or None;
-            ``cost`` is ``"auto"`` or a function of the length, or without ``lengths`` a function of the sample.
+        dataset: stream of this rank.
+        given: arguments of the data module.
         collate_fn, num_workers: as in :class:`~lightning_freescale.FreeScaleDataModule`.
 
     Attributes:
@@ -34,7 +33,7 @@ class IterableData:
         micro_batches: numbers of micro-batches in the steps of this fit.
 
     Raises:
-        ValueError: an argument does not fit, or would have no effect.
+        ValueError: an argument is invalid for a stream.
     """
 
     def __init__(
@@ -44,17 +43,17 @@ class IterableData:
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int,
     ) -> None:
-        context = "an IterableDataset, whose samples are not known before they arrive"
+        context = "an IterableDataset, because its samples are unknown before they arrive"
         unused = {"batch_tokens": given.batch_tokens is not None, "shuffle": given.shuffle is not True}
         refuse_unused(context, **unused, seed=given.seed != 0)
         options = given.options
-        asked = ["calibrate"] if options.calibrate else []
         if options.padding == "batch":
-            raise ValueError(f"BalanceOptions(padding='batch') needs lengths that are known before the fit, unlike {context}")
-        refuse_options(context, options, *asked, "max_tokens_per_rank", "tokens")
-        mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
-        self.assignment_mode = mode
-        assign_fn = partial(assign, assignment_mode=mode)
+            raise ValueError(
+                "BalanceOptions(padding='batch') needs lengths before the fit, which an IterableDataset does not have. Pass "
+                "padding='auto', or a map-style data set"
+            )
+        refuse_options(context, options, *["calibrate"] * bool(options.calibrate), "max_tokens_per_rank", "tokens")
+        mode = self.assignment_mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
         self._make_loader = partial(
             BalancedStreamLoader,
             dataset,
@@ -65,25 +64,25 @@ class IterableData:
             collate_fn=collate_fn,
             num_workers=num_workers,
             drop_last=given.drop_last,
-            assign_fn=assign_fn if given.balances else assign_as_read,
+            assign_fn=partial(assign, assignment_mode=mode) if given.balances else assign_as_read,
         )
         self._group: dist.ProcessGroup | None = None
         self._given = given
         self.reset_progress()
-        self._make_loader()  # refuses arguments that do not fit now, not when the fit begins
+        self._make_loader()  # raises for invalid arguments now instead of at the start of the fit
         assign([1.0], 1, assignment_mode=mode)
 
     def reset_progress(self) -> None:
-        """Forget an earlier fit, also one that failed, so that a new one starts at the beginning."""
+        """Forget an earlier fit, also a failed one."""
         self.destroy_group()
-        self._states: list[dict[str, Any]] = []  # of the ranks of a checkpoint inside an epoch
+        self._states: list[dict[str, Any]] = []  # one per rank of a checkpoint inside an epoch
         self._loader: BalancedStreamLoader | None = None
         self.micro_batches = self._given.new_schedule()
 
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> BalancedStreamLoader:
         """Return the loader of a rank, which resumes from a loaded checkpoint. Collective."""
         if world_size > 1 and self._group is None:
-            # its own lane: its thread must not queue behind training's collectives, which come first
+            # a separate lane, because the loader's thread must not queue behind the collectives of training
             lane = LazyGlooOptions(name="samples", priority=-1)
             self._group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=lane))
         loader = self._loader = self._make_loader(
@@ -98,14 +97,14 @@ class IterableData:
 
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
         """Return all ranks' states after ``batches`` steps of ``epoch``, on every rank. Collective."""
-        if self._loader is None:  # nothing of the epoch was read
+        if self._loader is None:  # no sample of the epoch was read
             return {"streams": [{"epoch": epoch, "batches": 0, "stream": None}] * world_size}
         self._loader.set_epoch(epoch)
         own_state = self._loader.state_after(batches)
         return {"streams": gather_objects(own_state) if world_size > 1 else [own_state]}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
-        """Resume after the samples that the checkpoint's run has consumed; :meth:`loader` raises if it cannot."""
+        """Resume after the samples that the checkpoint's run has consumed. :meth:`loader` raises if this is impossible."""
         streams = state["streams"]
         self._states = streams if any(stream["batches"] for stream in streams) else []
 
@@ -119,16 +118,16 @@ class IterableData:
 def _sample_cost_fn(lengths: Any, cost: Any) -> Callable[[Any], float]:
     if lengths is None and cost is None:
         raise ValueError(
-            "FreeScaleDataModule(lengths=None) cannot balance a stream: pass lengths=, a function from a sample to its history "
+            "FreeScaleDataModule(lengths=None) cannot balance a stream. Pass lengths=, a function from a sample to its history "
             "length, or cost=, a function from a sample to its cost"
         )
     for name, value in (("lengths", lengths), ("cost", cost)):
         if value is not None and not callable(value):
             raise ValueError(
-                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are not known before the fit; pass a "
-                "function, or a data set that is no IterableDataset"
+                f"FreeScaleDataModule({name}={type(value).__name__}): samples of a stream are unknown before the fit. Pass a "
+                "function, or a map-style data set"
             )
-    return partial(_cost_of_sample, lengths, cost or CostModel())  # not a lambda: Lightning may pickle the data module
+    return partial(_cost_of_sample, lengths, cost or CostModel())  # no lambda, because Lightning may pickle the data module
 
 
 def _cost_of_sample(lengths: Callable[[Any], float] | None, cost: Callable[[Any], Any], sample: Any) -> float:

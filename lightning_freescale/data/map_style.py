@@ -1,4 +1,4 @@
-"""Training data whose samples are all known, the plan of its steps, and the progress of a run."""
+"""Map-style training data, the plan of its steps, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from lightning_freescale.data.sample_costs import Refit, SampleCosts
 from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
 
 _COMPARED_STEPS = 8
-"""Steps whose bounds at equal and unequal counts are compared."""
+"""The number of steps whose lower bounds are compared."""
 _WORTH_UNEQUAL = 1.01
-"""Times by which unequal counts must lower the bound: they cost some memory."""
+"""The factor by which unequal counts must lower the bound, because they need more memory."""
 
 
 class MapStyleData(SampleCosts):
     """A map-style data set, the costs of its samples, and the plan of its steps.
 
     Args:
-        dataset: map-style; no stream, see :func:`~lightning_freescale.data.validation.is_stream`.
-        given: the arguments of the data module.
+        dataset: map-style data set.
+        given: arguments of the data module.
 
     Attributes:
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is detected.
-        padded_length: length that all batches are padded to; None unless it is detected.
-        counts_are_settled: whether the choice between equal and unequal numbers of samples is made.
+        padded_length: detected common length of all batches; None if unknown.
+        counts_are_settled: whether the ranks have chosen between equal and unequal numbers of samples.
         may_pad: whether steps may be planned for padded batches.
         micro_batches: numbers of micro-batches in the steps of this fit.
 
     Raises:
-        ValueError: an argument does not fit, or would have no effect.
+        ValueError: an argument is invalid, or would have no effect.
     """
 
     def __init__(self, dataset: Dataset[Any], given: DataArguments) -> None:
@@ -62,8 +62,8 @@ class MapStyleData(SampleCosts):
         self.may_pad = counted and self._mode != "zigzag"
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
-                "BalanceOptions(padding='batch') gives each rank a run of samples sorted by length: leave out batch_tokens=, "
-                "balance=False and assignment_mode='zigzag'"
+                "BalanceOptions(padding='batch') assigns samples by length. It cannot be combined with batch_tokens=, "
+                "balance=False and assignment_mode='zigzag'. Remove them"
             )
         weighs = reduction != "unweighted"
         self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if self._chooses and weighs else {}
@@ -82,14 +82,14 @@ class MapStyleData(SampleCosts):
             assignment_mode=self._mode,
             max_tokens_per_rank=options.max_tokens_per_rank,
         )
-        # micro-batches share their samples only if that changes the gradient by rounding alone
+        # steps share their samples only if this changes the gradient by no more than rounding
         self._shares_windows = self.may_pad and options.padding != "batch" and reduction in ("sample_mean", "sum")
         self._order_facts = self._facts_of_order(size, tokens)
         self.reset_progress()
 
     def reset_progress(self) -> None:
-        """Forget an earlier fit, so that a new one starts at the beginning."""
-        self.seed = int(self._given.seed)  # a checkpoint is read without numpy's numbers
+        """Forget an earlier fit."""
+        self.seed = int(self._given.seed)  # checkpoints contain no numpy numbers
         self._resume: tuple[int, int, int | None, list[int] | None, list[Any]] = (0, 0, None, None, [])
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
@@ -104,24 +104,24 @@ class MapStyleData(SampleCosts):
 
     @property
     def assignment_mode(self) -> str:
-        """The mode of :func:`~lightning_freescale.balance.assign` in steps that no loader has read."""
+        """The mode of :func:`~lightning_freescale.balance.assign` in future steps."""
         changed = self._padded_steps[-1][2] if self._padded_steps else {}
         return str(changed.get("assignment_mode", self._mode))
 
     @property
     def padding_is_known(self) -> bool:
-        """Whether the padding of batches is known, and its length, so that the first batches need not be observed."""
+        """Whether the padding of batches, including its length, is known."""
         return self.padding in ("none", "batch") or self.padded_length is not None
 
     @property
     def plans_padding(self) -> bool:
-        """Whether steps are planned for padded batches, at the latest after the steps that loaders have read."""
+        """Whether future steps are planned for padded batches."""
         return self.padding == "batch" and bool(self._padded_steps)
 
     # -- the plan
 
     def sampler(self, rank: int, world_size: int) -> BalancedSampler:
-        """Return the plan of one of ``world_size`` ranks, from the first epoch on."""
+        """Return the plan of one of ``world_size`` ranks, starting with epoch 0."""
         return self._sampler_with(self._given.new_schedule(), rank, world_size)
 
     def _sampler_with(self, schedule: MicroBatchSchedule, rank: int, world_size: int, **given: Any) -> BalancedSampler:
@@ -133,36 +133,33 @@ class MapStyleData(SampleCosts):
         return sampler
 
     def window(self, accumulated: int) -> int:
-        """Return the number of steps that share their samples if ``accumulated`` batches make an optimizer step."""
+        """Return the number of steps that share their samples if an optimizer step accumulates ``accumulated`` batches."""
         return accumulated if self._shares_windows else 1
 
     def resumed_sampler(
         self, rank: int, world_size: int, epoch: int, accumulated: int = 1, limit: int | float = 1.0
     ) -> BalancedSampler:
-        """Return the plan of a rank, which resumes from a loaded checkpoint; :meth:`replan` changes it."""
-        window = self.window(accumulated) if world_size > 1 else 1  # a single rank waits for no other rank
+        """Return the plan of a rank, which resumes from a loaded checkpoint."""
+        window = self.window(accumulated) if world_size > 1 else 1  # a single rank needs no balancing
         given: dict[str, Any] = {"window": window, "limit": limit}
         sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, **given)
         for start, refit in sorted(self.refits.items()):
             self._replan_with(sampler, start, refit)
         sampler.resume(*self._resume)
-        sampler.set_epoch(max(epoch, self._resume[0]))  # the loader may be asked for before the Trainer knows its epoch
+        sampler.set_epoch(max(epoch, self._resume[0]))  # the Trainer may not know its epoch yet
         return sampler
 
     def replan(self, epoch: int, refit: Refit) -> None:
-        """Plan by the result of a calibration from ``epoch`` on; call it with the same arguments on every rank."""
+        """Use the result of a calibration from ``epoch`` on. Call this with the same arguments on every rank."""
         before = self.newest_refit or Refit(None, 0.0)
         self.refits[epoch] = refit
         if self._sampler is not None and refit.model != before.model:
             self._replan_with(self._sampler, epoch, refit)
 
     def pad_from(self, epoch: int, step: int, **plan: Any) -> None:
-        """Plan for padded batches from a step on; call it with the same arguments on every rank.
+        """Plan for padded batches from a step on. Call this with the same arguments on every rank.
 
-        Args:
-            epoch: epoch of the first step.
-            step: number of the first step.
-            **plan: options of :meth:`BalancedSampler.pad_from`; by default those with the largest gain for padded batches.
+        ``plan`` are options of :meth:`BalancedSampler.pad_from`; by default those with the largest gain for padded batches.
         """
         plan = plan or self._padded_mode
         self._padded_steps.append((epoch, step, plan))
@@ -170,35 +167,32 @@ class MapStyleData(SampleCosts):
             self._sampler.pad_from(epoch, step, **plan)
 
     def settle_counts(self, epoch: int, step: int) -> str | None:
-        """Plan unequal numbers of samples on the ranks from a step on if that lowers the bound; call it on every rank.
+        """Plan unequal numbers of samples on the ranks from a step on if this lowers the bound. Call this on every rank.
 
-        Batches must not be padded.
-
-        Returns:
-            The choice and the reason; None if there is no choice.
+        Batches must not be padded. Return the choice and the reason; None if there is no choice.
         """
         sampler = self._sampler
         self.counts_are_settled = True
         if sampler is None or not self._chooses_counts or sampler.num_replicas == 1 or sampler.window > 1:
             return None
-        if max(self.micro_batches.candidates) > 1:  # a rank with few samples would leave all ranks few micro-batches
+        if max(self.micro_batches.candidates) > 1:  # a rank with few samples would limit the micro-batches of all ranks
             return None
         steps = range(sampler.first_step, len(sampler))[:_COMPARED_STEPS]
         plans = [sampler.step_plan(sampler.epoch, each) for each in steps]
         equal, unequal = (report_plans(in_mode(mode, plans), planned=0).lower_bound for mode in ("fixed", "slack"))
         if equal <= unequal * _WORTH_UNEQUAL:
             return (
-                f"ranks hold equal numbers of samples (assignment_mode='fixed'): the slowest rank computes {equal:.3f} times "
-                f"the mean at least, with unequal numbers {unequal:.3f} times"
+                f"the ranks get equal numbers of samples (assignment_mode='fixed'). The slowest rank computes at least "
+                f"{equal:.3f} times the mean; with unequal numbers {unequal:.3f} times"
             )
         self.pad_from(epoch, step, padded=False, assignment_mode="slack")
         return (
-            f"from step {step} on ranks hold unequal numbers of samples (assignment_mode='slack'): the slowest rank computes "
-            f"{unequal:.3f} times the mean at least, with equal numbers {equal:.3f} times"
+            f"from step {step} on, the ranks get unequal numbers of samples (assignment_mode='slack'). The slowest rank "
+            f"computes at least {unequal:.3f} times the mean; with equal numbers {equal:.3f} times"
         )
 
     def forget_choices(self) -> None:
-        """Forget what was detected and chosen, for a strategy that weighs no losses; given options stay."""
+        """Forget detected padding and chosen counts, for a strategy that does not weigh losses."""
         if self._chooses and self._given.options.padding != "batch":
             self.padding, self.padded_length, self.counts_are_settled = self._given.options.padding, None, False
             self._padded_steps.clear()
@@ -209,13 +203,13 @@ class MapStyleData(SampleCosts):
 
     @property
     def epoch_is_cut_anew(self) -> bool:
-        """Whether the current epoch has another number of steps than the next ones."""
+        """Whether the current epoch has a different number of steps than the next ones."""
         return self._sampler is not None and len(self._sampler) != self._sampler.steps_per_epoch
 
     # -- resume
 
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
-        """Return the progress after ``batches`` steps of ``epoch``, in plain values; the same on every rank."""
+        """Return the progress after ``batches`` steps of ``epoch`` in plain values, equal on every rank."""
         consumed = 0 if self._sampler is None else self._sampler.batches.consumed(epoch, batches)
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
         state |= {"ranks": world_size, **self.refits_state()}
@@ -229,7 +223,7 @@ class MapStyleData(SampleCosts):
         """Resume after the samples that the checkpoint's run has consumed.
 
         Raises:
-            ValueError: the checkpoint is inside an epoch, and this run's order is another: samples would be lost or repeated.
+            ValueError: the checkpoint is inside an epoch, and the order of this run differs.
         """
         self.load_refits(state, same_ranks=state["ranks"] == world_size)
         self.know_padding(state)
@@ -239,7 +233,7 @@ class MapStyleData(SampleCosts):
         self._resume = (state["epoch"], state["batches"], state["consumed"], state["window"], state["cuts"])
 
     def know_padding(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint's run has detected and chosen, unless ``padding`` or ``assignment_mode`` was given."""
+        """Load the padding and counts of a checkpoint's run, unless ``padding`` or ``assignment_mode`` was given."""
         steps, padding = state.get("padded_steps", []), state.get("padding", "auto")
         if self.padding in ("auto", padding) and (self.may_pad or not steps):
             self.padding, self.padded_length = padding, state.get("padded_length")
@@ -251,10 +245,9 @@ class MapStyleData(SampleCosts):
             ]
 
     def _facts_of_order(self, size: int, tokens: Any) -> dict[str, Any]:
-        """Return what the order of an epoch follows from, beside the seed and the costs, in plain values.
+        """Return the values besides seed and costs that determine the order of an epoch.
 
-        A checkpoint is read without numpy's numbers. Batch size, ``drop_last`` and the token limit matter between two batches
-        of an optimizer step.
+        Batch size, ``drop_last`` and the token limit matter between two batches of an optimizer step.
         """
         given, options = self._given, self._given.options
         facts = {
@@ -279,20 +272,20 @@ class MapStyleData(SampleCosts):
             if state[name] != now[name]:
                 where = "between two batches of an optimizer step" if inside else "inside an epoch"
                 raise ValueError(
-                    f"the checkpoint stopped {where} with {name}={state[name]}, this run has {name}={now[name]}: "
-                    "samples would be lost or repeated. Keep it as it was, or resume from a checkpoint made at the end of an "
-                    f"{'optimizer step' if inside else 'epoch'}."
+                    f"the checkpoint stopped {where} with {name}={state[name]}, but this run has {name}={now[name]}. Samples "
+                    "would be lost or repeated. Use the previous value, or resume from a checkpoint of the end of an "
+                    f"{'optimizer step' if inside else 'epoch'}"
                 )
 
 
 def map_style_data(trainer: Any) -> MapStyleData | None:
-    """Return the training data of the Trainer's data module if its samples are all known."""
+    """Return the training data of the Trainer's data module; None unless it is map-style."""
     train = getattr(getattr(trainer, "datamodule", None), "train", None)
     return train if isinstance(train, MapStyleData) else None
 
 
 def describe_budget(sampler: BalancedSampler) -> str | None:
-    """Return how many samples the steps have within the budget; None without one."""
+    """Return the number of samples of the steps as text; None without a budget."""
     if sampler.batches.fill is None:
         return None
     counts = sorted({len(sampler.global_batch(sampler.epoch, step)) for step in (sampler.first_step, len(sampler) - 1)})
@@ -303,22 +296,21 @@ def describe_budget(sampler: BalancedSampler) -> str | None:
 
 
 def _budget(given: DataArguments, tokens: Any) -> Budget | None:
-    """Return the tokens that a rank may hold in a step, None if a step has a fixed number of samples."""
     if given.batch_tokens is None:
         return None
     if tokens is None:
         raise ValueError(
-            f"FreeScaleDataModule(batch_tokens={given.batch_tokens!r}) needs lengths=, or BalanceOptions(tokens=...): the "
-            "tokens of every sample"
+            f"FreeScaleDataModule(batch_tokens={given.batch_tokens!r}) needs the tokens of every sample. Pass lengths= or "
+            "BalanceOptions(tokens=...)"
         )
-    context = "batch_tokens=, which says how many samples a step has and how many tokens a rank may hold"
+    context = "batch_tokens=, which determines the samples of a step"
     refuse_unused(context, drop_last=given.drop_last)
     if not given.balances:
-        raise ValueError(f"FreeScaleDataModule(balance=False) has no meaning for {context}: leave it out")
+        raise ValueError(f"FreeScaleDataModule(balance=False) has no effect with {context}. Remove it")
     if isinstance(given.shuffle, BlockShuffle):
         raise ValueError(
-            "FreeScaleDataModule(shuffle=BlockShuffle(...)) would read blocks again and again with batch_tokens=, which takes "
-            "the samples of a step from all over the order: pass shuffle=True or False, or batch_size= instead of batch_tokens="
+            "FreeScaleDataModule(shuffle=BlockShuffle(...)) would read blocks repeatedly with batch_tokens=, which selects the "
+            "samples of a step from the whole order. Pass shuffle=True or False, or batch_size= instead of batch_tokens="
         )
     options = given.options
     names = ["max_tokens_per_rank"] + ["assignment_mode"] * (options.assignment_mode != "free")
@@ -327,7 +319,7 @@ def _budget(given: DataArguments, tokens: Any) -> Budget | None:
 
 
 def _shuffle_fact(shuffle: bool | BlockShuffle) -> int | str:
-    """What two shuffles must have in common to draw the same order, in a plain value."""
+    """Return a plain value that is equal for shuffles with the same order."""
     if not isinstance(shuffle, BlockShuffle):
         return int(shuffle)
     sizes = np.ascontiguousarray(shuffle.sizes, dtype=np.int64)

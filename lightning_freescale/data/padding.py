@@ -17,29 +17,28 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from lightning_freescale._runtime.batch_walk import Steps, walk
 
 OFFSETS = range(-2, 3)
-"""Positions that a model adds to every sample, such as a class token, or drops, such as the last item of the inputs."""
+"""The number of positions that a model adds to every sample, such as a class token, or drops, such as the last item."""
 _MOST_FIELDS = 32
-"""A longer list with one entry for each sample is a list of samples. A shorter one may hold the fields of the batch."""
+"""Up to this length, a list with one entry per sample may also be a list of the batch's fields."""
 Padding = Literal["none", "batch", "fixed"]
 Place = list[tuple[str, tuple[int, ...]]]
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_FEATURES = 8
 _FEW, _SOME, _MANY = 2, 3, 6
-"""Batches or different lengths that an explanation needs; one with more fitted numbers needs more."""
+"""The numbers of batches or different lengths that an explanation needs; more if it has more fitted numbers."""
 
 
 @dataclass(frozen=True)
 class BatchShapes:
     """Lengths of the samples of a batch and shapes of its tensors.
 
-    Ranks can exchange ``dataclasses.astuple(shapes)``: it has only numbers, text and tuples. ``BatchShapes(*values)`` restores
-    the object.
+    Ranks can exchange ``dataclasses.astuple(shapes)``, which ``BatchShapes(*values)`` restores.
 
     Attributes:
-        lengths: length of each sample, as the user gave it.
+        lengths: given length of each sample.
         tensors: place in the batch, kind and shape of each tensor. The kinds are ``"jagged"``, ``"padded"``, ``"integer"`` and
-            ``"float"``. The rows of a ``"padded"`` tensor end or begin with a constant value where the samples are shorter.
+            ``"float"``. The rows of shorter samples in a ``"padded"`` tensor end or begin with a constant value.
     """
 
     lengths: tuple[int, ...]
@@ -47,37 +46,36 @@ class BatchShapes:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.lengths)
 
     @property
     def longest(self) -> int:
-        """Length of the longest sample, 0 in an empty batch."""
+        """The length of the longest sample; 0 for an empty batch."""
         return max(self.lengths, default=0)
 
     @property
     def total(self) -> int:
-        """Sum of the lengths."""
+        """The sum of the lengths."""
         return sum(self.lengths)
 
 
 def shapes_of(batch: Any, lengths: ArrayLike) -> BatchShapes:
-    """Return the shapes of the tensors in a batch, beside the lengths of its samples.
+    """Return the shapes of the tensors in a batch.
 
-    The function looks into mappings, lists, tuples, data classes and plain objects. It collects dense torch tensors, numpy
-    arrays, nested tensors and TorchRec's jagged tensors. A list with one tensor for each sample counts as one jagged tensor.
-    The batch does not change.
+    The function searches mappings, lists, tuples, data classes and plain objects for dense tensors, numpy arrays, nested
+    tensors and TorchRec's jagged tensors. A list with one tensor per sample counts as one jagged tensor.
 
     Args:
-        batch: batch that the collate function returned.
-        lengths: number of interactions of each sample, of shape ``(samples,)``. The order is that of the batch.
+        batch: batch of the collate function.
+        lengths: length of each sample in the order of the batch, shape ``[samples]``.
 
     Raises:
-        ValueError: ``lengths`` is not one-dimensional, holds other values than integers, or holds a negative number.
+        ValueError: ``lengths`` is not one-dimensional, or has values that are not integers of at least 0.
     """
     counts = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
     if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):
-        raise ValueError(f"lengths must be integers of at least 0 in one dimension, got {lengths!r}: pass one for each sample")
+        raise ValueError(f"lengths={lengths!r}: pass one integer of at least 0 per sample")
     counts = counts.astype(np.int64)
     found: list[tuple[str, str, tuple[int, ...]]] = []
     jagged: set[Steps] = set()
@@ -107,7 +105,7 @@ def _name(steps: Steps) -> str:
 
 
 def _jagged_shapes(node: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shape of the values, also of each key. Nothing is computed that TorchRec would keep in the batch."""
+    """Yield the shape of the values, in total and of each key, without computing values that TorchRec caches in the batch."""
     if isinstance(node, Tensor):
         yield "", (sum(len(part) for part in node.unbind()),)
         return
@@ -122,7 +120,7 @@ def _kind(tensor: Any, lengths: NDArray[np.int64]) -> str:
     kind = tensor.dtype.kind if isinstance(tensor, np.ndarray) else "f" if tensor.is_floating_point() else "i"
     if len(lengths) and type(tensor) in (Tensor, np.ndarray) and kind in "biuf" and tensor.ndim >= 2:
         for axis, other in permutations(range(min(tensor.ndim, 3)), 2):
-            # samples may come behind one other dimension, such as that of items, targets and negatives
+            # the dimension of samples may be the second one, for example after that of items, targets and negatives
             if axis < 2 and tensor.shape[axis] == len(lengths) and lengths.min() + max(OFFSETS) < tensor.shape[other]:
                 array = tensor if isinstance(tensor, np.ndarray) else (tensor.float() if kind == "f" else tensor).detach().cpu()
                 if _has_padding(np.moveaxis(np.asarray(array), (axis, other), (0, 1)), lengths):
@@ -131,13 +129,13 @@ def _kind(tensor: Any, lengths: NDArray[np.int64]) -> str:
 
 
 def _has_padding(rows: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
-    """Return whether each of the rows ends or begins with one value where its sample is shorter."""
+    """Return whether the rows of shorter samples end or begin with a constant value."""
     rows = rows.reshape(*rows.shape[:2], -1)
     for inwards in (rows, rows[:, ::-1]):
         constant = (inwards == inwards[lengths.argmin(), -1]).all(-1)
         filled = rows.shape[1] - np.logical_and.accumulate(constant[:, ::-1], axis=1).sum(1)
         expected = [np.clip(lengths + offset, 0, filled.max()) for offset in OFFSETS]
-        # the value itself fills one position
+        # more than one position is padded, because the shortest row itself provides the value
         seen = filled.min() < min(filled.max(), rows.shape[1] - 1)
         if seen and any(np.array_equal(filled, each) for each in expected):
             return True
@@ -145,17 +143,10 @@ def _has_padding(rows: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
 
 
 class PaddingDetector:
-    """Finds out from the first batches of a training how the model pads histories.
+    """Detects from the first batches how the model pads histories.
 
-    A tensor that follows the lengths in every batch observed decides. Equal lengths, coincidences of a single batch and shapes
-    that do not depend on the lengths leave :attr:`padding` at None.
-
-    Example::
-
-        detector = PaddingDetector()
-        detector.observe([shapes_of(batch, lengths)])
-        if detector.padding == "fixed":
-            print(detector.padded_length)
+    The detector looks for a tensor whose shape is explained by the lengths in every observed batch. Equal lengths, coincidences
+    in a single batch and shapes that are independent of the lengths leave :attr:`padding` at None.
     """
 
     def __init__(self) -> None:
@@ -163,32 +154,29 @@ class PaddingDetector:
         self._verdict: tuple[Padding | None, int | None] = (None, None)
 
     def observe(self, batches: Sequence[BatchShapes]) -> None:
-        """Observe more batches.
-
-        Args:
-            batches: batches of one step, of all ranks and micro-batches. Their order has no effect. Empty batches are ignored.
-        """
+        """Observe the batches of all ranks and micro-batches of a step, in any order. Empty batches are ignored."""
         self._batches += [shapes for shapes in batches if shapes.samples]
         self._verdict = _decide(self._batches)
 
     @property
     def padding(self) -> Padding | None:
-        """The kind of padding, None until it is detected.
+        """The kind of padding; None until it is detected.
 
-        ``"none"``: The values of all samples are concatenated. ``"batch"``: Samples are padded to the longest sample of the
-        batch, or to the next multiple of a power of two. ``"fixed"``: Samples are padded to the same length in all batches. A
-        collate function that pads to the longest sample counts as ``"fixed"`` while it cuts the longest sample of every batch.
+        - ``"none"``: The values of all samples are concatenated.
+        - ``"batch"``: Samples are padded to the longest sample of the batch, or to the next multiple of a power of two.
+        - ``"fixed"``: Samples are padded to the same length in all batches. This includes a collate function that pads to the
+          longest sample while it truncates the longest sample of every batch.
         """
         return self._verdict[0]
 
     @property
     def sees_padding(self) -> bool:
-        """Whether any batch holds padded samples."""
+        """Whether any batch has padded samples."""
         return any(kind == "padded" for shapes in self._batches for _, kind, _ in shapes.tensors)
 
     @property
     def padded_length(self) -> int | None:
-        """Length that all batches are padded to, None unless :attr:`padding` is ``"fixed"``."""
+        """The common length of all batches; None unless :attr:`padding` is ``"fixed"``."""
         return self._verdict[1]
 
 
@@ -200,7 +188,7 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
     places = [[tensors[place] for tensors in by_place] for place in shared]
     places = [place for place in places if len({len(shape) for _, shape in place}) == 1]
     dense = [place for place in places if place[0][0] != "jagged"]
-    # a batch of equally long samples has the same tensors either way
+    # equally long samples do not distinguish jagged from padded batches
     differ = any(shapes.total < shapes.samples * shapes.longest for shapes in batches)
     if differ and any(_follows_longest(place, batches) for place in dense):
         return "batch", None
@@ -209,11 +197,11 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
         return "none", None
     longest = [shapes.longest for shapes in batches]
     length = _fixed_length(dense, padded, batches)
-    # no multiple explains padding so far beyond the longest sample; else the longest ones must differ
+    # unless no multiple explains padding so far beyond the longest sample, the longest ones must differ
     beyond = any(padded) and length is not None and length > max(longest) + _MULTIPLES[-1] + max(OFFSETS)
     if len(set(longest)) < _SOME and not beyond:
         length = None
-    # batches that all reach the length, or the multiple below it, do not exclude that a later one is shorter
+    # if all batches reach the length or the multiple below it, later ones may still be shorter
     multiple = max(each for each in _MULTIPLES if (length or 1) % each == 0)
     if length is None or (min(longest) + max(OFFSETS) > length - multiple and len(batches) < _MANY):
         return None, None
@@ -221,11 +209,11 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
 
 
 def _fixed_length(dense: list[Place], padded: list[list[int]], batches: list[BatchShapes]) -> int | None:
-    """Return the length of the tensors that have padding in sight. Without such tensors, integers of one length decide."""
-    if any(padded):  # a few rows may look padded by chance
+    """Return the length of the tensors with visible padding, or without such tensors, of integer tensors."""
+    if any(padded):  # a few rows may appear padded by coincidence
         candidates = [place for place, samples in zip(dense, padded) if len(samples) >= _FEW and sum(samples) >= _MANY]
         least = 0
-    else:  # a length below the longest is more likely a number of features
+    else:  # a size below the longest length is probably a number of features
         candidates = [place for place in dense if len(place[0][1]) == 2 and all(kind == "integer" for kind, _ in place)]
         least = max(shapes.longest for shapes in batches) + min(OFFSETS)
     lengths = {length for place in candidates for length in _constant_lengths(place, batches)}
@@ -234,7 +222,7 @@ def _fixed_length(dense: list[Place], padded: list[list[int]], batches: list[Bat
 
 
 def _axes(place: Place, batches: list[BatchShapes], most: int) -> Iterator[list[int]]:
-    """Yield the sizes of each dimension beside one, the first or the second, that has one entry for each sample."""
+    """Yield the sizes of each other dimension if the first or second one is that of samples in every batch."""
     dims = len(place[0][1])
     for axis in range(min(dims, 2)):
         if all(shape[axis] == shapes.samples for (_, shape), shapes in zip(place, batches)):
@@ -248,7 +236,7 @@ def _constant_lengths(place: Place, batches: list[BatchShapes]) -> set[int]:
 
 
 def _follows_longest(place: Place, batches: list[BatchShapes]) -> bool:
-    """Return whether a dimension is the longest length of each batch, shifted, rounded up, and cut at the largest one."""
+    """Return whether a dimension is the longest length of each batch, shifted, rounded up, and truncated."""
     longest = np.array([shapes.longest for shapes in batches])
     for sizes in (np.array(sizes) for sizes in _axes(place, batches, 3)):
         for multiple in _MULTIPLES if len(set(sizes.tolist())) >= _FEW else ():
@@ -262,7 +250,7 @@ def _follows_longest(place: Place, batches: list[BatchShapes]) -> bool:
 
 
 def _follows_total(place: Place, batches: list[BatchShapes]) -> bool:
-    """Return whether the first or second dimension is the summed lengths of each batch, shifted and cut, for each feature."""
+    """Return whether the first or second dimension is the sum of the shifted and truncated lengths, times some features."""
     first = max(range(len(batches)), key=lambda index: batches[index].longest)
     for axis in range(min(len(place[0][1]), 2)):
         sizes = [shape[axis] for _, shape in place]
@@ -272,7 +260,7 @@ def _follows_total(place: Place, batches: list[BatchShapes]) -> bool:
             sums = [_sums_of_cut(np.maximum(np.array(shapes.lengths) + offset, 0)) for shapes in batches]
             for features in range(1, _MOST_FEATURES + 1):
                 cut = int(np.searchsorted(sums[first], sizes[first] / features))
-                # a cap that is fitted to one batch agrees with few others by chance
+                # truncation that is fitted to one batch agrees with others only by coincidence
                 enough = cut >= len(sums[first]) - 1 or len(batches) >= _MANY
                 if enough and all(features * each[min(cut, len(each) - 1)] == size for each, size in zip(sums, sizes)):
                     return True
@@ -280,6 +268,6 @@ def _follows_total(place: Place, batches: list[BatchShapes]) -> bool:
 
 
 def _sums_of_cut(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of the lengths where they are cut at 0, 1, 2 and so on, up to the longest."""
+    """Return the sums of the lengths truncated at 0, 1, 2 and so on, up to the longest."""
     longer = len(lengths) - np.cumsum(np.bincount(lengths))
     return np.concatenate([[0], np.cumsum(longer[:-1])])

@@ -1,4 +1,4 @@
-"""Histories in Parquet files larger than memory: lengths are read first, values by row group when they are needed."""
+"""Histories in Parquet files larger than memory, which are read by row group when they are needed."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ Ints = NDArray[np.int64]
 
 
 class ParquetHistories:
-    """One row a user with the history in list columns; :class:`~lightning_freescale.data.Histories` whose values stay on disk.
+    """Histories in Parquet files with one row per user and lists of items and times.
 
-    ``items[start:end]``, ``times[start:end]`` and ``user_ids[user]`` read the row group that holds them; a slice lies in one
-    history. The row groups used last are held. Making one reads one column of lists, the smaller of the two, row group by row
-    group: Parquet has no shorter way to their lengths.
+    The interface is that of :class:`~lightning_freescale.data.Histories`, but values stay on disk. ``items[start:end]``,
+    ``times[start:end]`` and ``user_ids[user]`` read the row group of a user; a slice must be within one history. The row groups
+    used last stay in memory. The constructor reads the smaller of the two list columns, because Parquet does not store the
+    lengths of lists.
 
     Args:
-        source: a Parquet file, a pattern such as ``"histories/*.parquet"``, or several of these. Users are numbered as the rows
-            are, in the order of the files' names.
+        source: a Parquet file, a pattern such as ``"histories/*.parquet"``, or several of these. Users are numbered by row, in
+            the order of the files' names.
         user: column of user ids, integers.
-        item: column of lists of item ids, integers, taken as they are.
-        time: column of lists of time stamps, integers, each list in order.
-        held_row_groups: how many row groups a process holds in memory at most.
+        item: column of lists of item ids, integers, which are used unchanged.
+        time: column of lists of times, integers in ascending order.
+        held_row_groups: largest number of row groups in the memory of a process.
 
     Attributes:
-        offsets: user ``u`` owns ``items[offsets[u]:offsets[u + 1]]``, shape ``[users + 1]``.
-        first_users: the first user of every row group, and the number of users, shape ``[row groups + 1]``.
-        held_row_groups: as it was given.
-        reads: how many row groups this process has read for their values.
+        offsets: bounds of the histories, shape ``[users + 1]``. User ``u`` owns ``items[offsets[u]:offsets[u + 1]]``.
+        first_users: first user of every row group, followed by the number of users, shape ``[row groups + 1]``.
+        held_row_groups: largest number of row groups in the memory of a process.
+        reads: number of row groups whose values this process has read.
 
     Raises:
-        FileNotFoundError, ValueError: what is wrong, in which file and column, and what to pass instead.
+        FileNotFoundError: no file matches ``source``.
+        ValueError: a file or column is invalid.
     """
 
     def __init__(
@@ -55,13 +57,13 @@ class ParquetHistories:
         held_row_groups: int = 8,
     ) -> None:
         if held_row_groups < 1:
-            raise ValueError(f"held_row_groups={held_row_groups!r}: pass a number of row groups, at least 1")
+            raise ValueError(f"held_row_groups={held_row_groups!r}: pass a number of row groups of at least 1")
         self._names, self.held_row_groups = {"user": user, "item": item, "time": time}, held_row_groups
         self._files = {path: _metadata(path, self._names) for path in _paths(source)}
         self._row_groups = [(path, number) for path, file in self._files.items() for number in range(file.num_row_groups)]
         rows = [self._files[path].row_group(number).num_rows for path, number in self._row_groups]
         if not sum(rows):
-            raise ValueError(f"{source} holds no history: pass files with at least one row")
+            raise ValueError(f"{source} has no histories. Pass files with at least one row")
         self.first_users = np.append(0, np.cumsum(rows))
         self.offsets = np.append(0, np.cumsum(np.concatenate(list(self._read_lengths()))))
         self.reads = 0
@@ -71,15 +73,15 @@ class ParquetHistories:
         self.user_ids = _OnDisk(self, "user", self.first_users)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": OrderedDict()}  # a process that is started reads its own
+        return {**self.__dict__, "_held": OrderedDict()}  # a new process reads its own row groups
 
     @property
     def lengths(self) -> Ints:
-        """Interactions of every user, shape ``[users]``."""
+        """The number of interactions of each user, shape ``[users]``."""
         return np.diff(self.offsets)
 
     def row_groups_of(self, users: Ints) -> Ints:
-        """Return the number of the row group that holds each user, same shape."""
+        """Return the row group of each user, in the shape of ``users``."""
         return np.searchsorted(self.first_users, users, side="right") - 1
 
     def holds(self, row_group: int) -> bool:
@@ -90,7 +92,7 @@ class ParquetHistories:
         """Return the columns ``"user"``, shape ``[rows]``, ``"item"`` and ``"time"``, shape ``[interactions]``, of a row group.
 
         Raises:
-            ValueError: values are missing, no integers, or not as many in both lists; or a history goes back in time.
+            ValueError: values are missing or no integers, the lists of a user differ in length, or times are not ascending.
         """
         if number not in self._held:
             while len(self._held) >= self.held_row_groups:
@@ -100,7 +102,6 @@ class ParquetHistories:
         return self._held[number]
 
     def _read_lengths(self) -> Iterator[Ints]:
-        """Yield the lengths of each row group's lists, shape ``[rows]``."""
         sizes = dict.fromkeys(("item", "time"), 0)
         for file in self._files.values():
             for name in sizes:
@@ -119,16 +120,16 @@ class ParquetHistories:
             if unequal.size:
                 item, time = self._names["item"], self._names["time"]
                 raise ValueError(
-                    f"{where}: row {unequal[0]} has another number of values in {item!r} than in {time!r}: each interaction "
-                    "needs both"
+                    f"{where}: row {unequal[0]} has different numbers of values in {item!r} and {time!r}. Each "
+                    "interaction needs both"
                 )
             read[name] = _integers(lists.flatten(), where)
         ends = np.cumsum(expected)
         backwards = np.flatnonzero(np.diff(read["time"]) < 0)
-        backwards = backwards[~np.isin(backwards + 1, ends)]  # from one history to the next
+        backwards = backwards[~np.isin(backwards + 1, ends)]  # except from one history to the next
         if backwards.size:
             row = np.searchsorted(ends, backwards[0], side="right")
-            raise ValueError(f"{self._where(number, 'time')}: row {row} goes back in time: sort every history by time")
+            raise ValueError(f"{self._where(number, 'time')}: row {row} goes back in time. Sort every history by time")
         self.reads += 1
         return read
 
@@ -144,7 +145,7 @@ class ParquetHistories:
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A column of all files, by place: of users one after the other, or of interactions in slices of one history."""
+    """A column of all files, indexed by a user or by a slice of interactions within one history."""
 
     histories: ParquetHistories
     name: str
@@ -152,7 +153,7 @@ class _OnDisk:
 
     @property
     def dtype(self) -> np.dtype[np.int64]:
-        """Of the values."""
+        """The type of the values."""
         return np.dtype(np.int64)
 
     def __getitem__(self, place: Any) -> Any:
@@ -163,19 +164,19 @@ class _OnDisk:
 
 
 class ParquetHistoryDataset(HistoryDataset):
-    """Samples of :class:`ParquetHistories`; those of one batch are read row group by row group."""
+    """Samples of :class:`ParquetHistories`, which are read row group by row group for each batch."""
 
     histories: Any
 
     @property
     def samples_in_memory(self) -> int:
-        """How many samples that follow each other lie in row groups that are held at once, on average."""
+        """The average number of consecutive samples in row groups that are held in memory at the same time."""
         return len(self.users) * (self.histories.held_row_groups - 1) // (len(self.histories.first_users) - 1)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples of these numbers, in their order."""
+        """Return the samples with these indices, in their order."""
         row_groups = self.histories.row_groups_of(self.users[indices]).tolist()
-        # those in memory first: reading another may push them out
+        # those in memory first, because reading another row group may evict them
         order = sorted(range(len(indices)), key=lambda place: (not self.histories.holds(row_groups[place]), row_groups[place]))
         samples = {place: self[indices[place]] for place in order}
         return [samples[place] for place in range(len(indices))]
@@ -186,7 +187,9 @@ def _paths(source: str | Path | Sequence[str | Path]) -> list[str]:
     for each in [source] if isinstance(source, (str, Path)) else source:
         found = glob.glob(str(each), recursive=True)
         if not found:
-            raise FileNotFoundError(f"no Parquet file is at {each}: pass a path, or a pattern such as 'histories/*.parquet'")
+            raise FileNotFoundError(
+                f"there is no Parquet file at {each}. Pass a path, or a pattern such as 'histories/*.parquet'"
+            )
         paths += found
     return sorted(set(paths))
 
@@ -196,15 +199,15 @@ def _metadata(path: str, names: dict[str, str]) -> Any:
         with pyarrow.parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"Parquet file {path} cannot be read ({error}): is it truncated, or no Parquet?") from error
+        raise ValueError(f"cannot read Parquet file {path} ({error}). It may be truncated, or no Parquet file") from error
     for name, column in names.items():
         if column not in schema.names:
-            raise ValueError(f"{path} has no column {column!r}, only {schema.names}: name yours with user=, item=, time=")
+            raise ValueError(f"{path} has no column {column!r}. Pass names among {schema.names} as user=, item= and time=")
         kind = schema.field(column).type
         if name != "user" and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             raise ValueError(
-                f"column {column!r} of {path} holds {kind}, not lists: from_parquet takes one row a user; for one row an "
-                "interaction there is from_interactions"
+                f"column {column!r} of {path} has type {kind}, but from_parquet needs lists, with one row per user. Use "
+                "from_interactions for files with one row per interaction"
             )
     return metadata
 
@@ -216,15 +219,15 @@ def _bytes_of(file: Any, column: str) -> int:
 
 def _lengths(lists: Any, where: str) -> Ints:
     if lists.null_count:
-        raise ValueError(f"{where} has {lists.null_count} missing values: drop or fill those rows")
+        raise ValueError(f"{where} has {lists.null_count} missing values. Drop or fill these rows")
     return np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False), dtype=np.int64)
 
 
 def _integers(values: Any, where: str) -> Ints:
     if values.null_count:
-        raise ValueError(f"{where} has {values.null_count} missing values: drop or fill those rows")
+        raise ValueError(f"{where} has {values.null_count} missing values. Drop or fill these rows")
     if pa.types.is_timestamp(values.type):
         values = pc.cast(values, pa.int64())
     if not pa.types.is_integer(values.type):
-        raise ValueError(f"{where} holds {values.type}, not integers: map its values to integers first")
+        raise ValueError(f"{where} has type {values.type}, but must have integers. Map its values to integers")
     return np.asarray(pc.cast(values, pa.int64()).to_numpy(zero_copy_only=False), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The costs of samples that are all known: as they were given, and by the models that were fitted while training."""
+"""The costs of the samples of a map-style data set, as given or by the models that are fitted during training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_freescale.data.options import DataArguments
 
 @dataclass(frozen=True)
 class Refit:
-    """Result of a calibration, which the plan uses from some epoch on.
+    """The result of a calibration.
 
     Attributes:
-        model: the cost model in use; None for the costs as they were given.
-        base: what a rank's step takes besides its samples, in the units of ``model``, or of the costs given.
+        model: cost model for the plan; None for the given costs.
+        base: time of a rank's step besides its samples, in the units of ``model`` or of the given costs.
     """
 
     model: CostModel | None
@@ -30,31 +30,31 @@ class Refit:
 
 
 class SampleCosts:
-    """Costs of the samples of a map-style data set.
+    """The costs of the samples of a map-style data set.
 
     Args:
-        given: the arguments of the data module.
+        given: arguments of the data module.
         lengths: history lengths, shape ``[samples]``, or None.
-        cost: ``"auto"``, a function of the lengths, or the costs themselves.
+        cost: ``"auto"``, a function of the lengths, or the costs.
         size: number of samples.
 
     Attributes:
-        lengths: as it was given.
-        costs: predicted compute time as it was given, shape ``[samples]``.
-        calibrates: whether costs are to be fitted while training, where that can improve them.
-        refits: results of calibrations, by the epoch from which on each is used.
-        costs_are_final: whether no more compute times are to be measured.
+        lengths: history lengths, shape ``[samples]``, or None.
+        costs: given costs, shape ``[samples]``.
+        calibrates: whether to fit costs during training.
+        refits: results of calibrations, by the first epoch that uses them.
+        costs_are_final: whether calibration has ended.
 
     Raises:
-        ValueError: the costs do not fit.
+        ValueError: the costs are invalid.
     """
 
     def __init__(self, given: DataArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
         calibrate = given.options.calibrate
         if calibrate and lengths is None:
             raise ValueError(
-                "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the cost to the lengths and plans by it: "
-                "pass lengths="
+                "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the costs to lengths, but lengths=None. Pass "
+                "lengths="
             )
         by_default = given.balances and given.has_auto_cost and lengths is not None
         self.calibrates = by_default if calibrate is None else calibrate
@@ -66,7 +66,7 @@ class SampleCosts:
         self._units: dict[CostModel | None, float] = {}
 
     def costs_by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """Return the costs by another function of the lengths, of ``samples`` or of all."""
+        """Return the costs of ``samples``, or of all samples, by another function of the lengths."""
         known = self._lengths_of(samples)
         return non_negative("cost(lengths)", cost(known), len(known))
 
@@ -75,7 +75,7 @@ class SampleCosts:
         return sample_features(self._lengths_of(samples))
 
     def base_in(self, epoch: int) -> float:
-        """Return what a rank's step takes besides its samples, in the units of the costs in use; 0 if it is not known."""
+        """Return the time of a rank's step besides its samples, in the units of the given costs; 0 if unknown."""
         refit = self._refit_in(epoch)
         return 0.0 if refit is None else refit.base * self._units_of(refit.model)
 
@@ -85,13 +85,13 @@ class SampleCosts:
         return self.refits[max(self.refits)] if self.refits else None
 
     def costs_fact(self, epoch: int) -> str:
-        """Return a hash of the costs that an epoch is planned by."""
+        """Return a hash of the costs in the plan of an epoch."""
         refit = self._refit_in(epoch)
         costs = self.costs if refit is None or refit.model is None else self.refitted_costs(refit.model)
         return hashlib.sha256(costs.tobytes()).hexdigest()
 
     def refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
-        """Return the costs by a fitted model, in the units of the costs given."""
+        """Return the costs by a fitted model, in the units of the given costs."""
         return self.costs_by(model) * self._units_of(model)
 
     def refits_state(self) -> dict[str, Any]:
@@ -100,15 +100,13 @@ class SampleCosts:
         return {"refits": refits, "costs_are_final": self.costs_are_final}
 
     def load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
-        """Use the results in a checkpoint, unless :meth:`refuses_refits`; ``same_ranks`` if the ranks are as many as then.
+        """Load the results in a checkpoint, unless :meth:`refuses_refits`.
 
         Raises:
-            ValueError: they need lengths, and this run has none.
+            ValueError: the results need lengths, and this run has none.
         """
         if state["refits"] and self.lengths is None:
-            raise ValueError(
-                "the checkpoint's costs were fitted to lengths: pass lengths= to FreeScaleDataModule to go on with it"
-            )
+            raise ValueError("the checkpoint's costs were fitted to lengths. Pass lengths= to FreeScaleDataModule to resume it")
         self.refits = {}
         if self.refuses_refits(state):
             return
@@ -118,23 +116,23 @@ class SampleCosts:
         self.costs_are_final = state["costs_are_final"] and same_ranks
 
     def refuses_refits(self, state: dict[str, Any]) -> bool:
-        """Return True if the costs given are used although a checkpoint's run has fitted others: no clock may change them."""
+        """Return whether the given costs take precedence over those that the checkpoint's run has fitted."""
         return bool(state["refits"]) and not self._given.has_auto_cost and not self.calibrates
 
     def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
         if isinstance(cost, str) and not self._given.has_auto_cost:
-            raise ValueError(f"FreeScaleDataModule(cost={cost!r}): pass 'auto', a function, or the costs themselves")
+            raise ValueError(f"FreeScaleDataModule(cost={cost!r}): pass 'auto', a function, or the costs")
         if not isinstance(cost, str) and not callable(cost):
             return non_negative("cost", cost, size)
         if self.lengths is not None:
             return self.costs_by(CostModel() if isinstance(cost, str) else cost)
         raise ValueError(
-            "FreeScaleDataModule(lengths=None) cannot balance: pass lengths=, the history length of every sample, or "
-            "cost=, a function of a sample or the costs themselves"
+            "FreeScaleDataModule(lengths=None) cannot balance. Pass lengths=, the history length of every sample, or cost=, a "
+            "function of a sample or the costs"
         )
 
     def _units_of(self, model: CostModel | None) -> float:
-        """Return the factor from the units of a fitted model to those of the costs given, with which others compare them."""
+        """Return the factor from the units of a fitted model to those of the given costs."""
         if model not in self._units:
             fitted = 0.0 if model is None else float(self.costs_by(model).sum())
             self._units[model] = float(self.costs.sum()) / fitted if fitted else 1.0

@@ -35,27 +35,31 @@ _BLOCK = 1 << 24  # bytes to read at a time
 def read_columns(
     source: Any, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> pa.Table:
-    """Return the wanted columns, in that order; their names are not defined.
+    """Return the wanted columns in their order, with unspecified names.
 
     Raises:
-        FileNotFoundError, ValueError, TypeError: the source cannot be read, or has no such columns.
+        FileNotFoundError: the file does not exist.
+        TypeError: the source has no supported type.
+        ValueError: the source cannot be read, or a column does not exist.
     """
     if isinstance(source, (str, Path)):
         table = _read_file(Path(source), wanted, delimiter, header, line)
-        pa.default_memory_pool().release_unused()  # what parsing has used would else be held while the rows are grouped
+        pa.default_memory_pool().release_unused()  # frees the memory of the parser before the rows are grouped
         return table
     _refuse_format("table", delimiter, header, line)
     try:
         return _select(source, wanted)
     except pa.ArrowException as error:
-        raise ValueError(f"the columns {wanted} of the table are no Arrow columns ({error}): give each one type") from error
+        raise ValueError(
+            f"the columns {wanted} of the table cannot be converted to Arrow ({error}). Each column needs a single type"
+        ) from error
 
 
 def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: bool | None, line: Line | None) -> pa.Table:
     if not path.exists():
         raise FileNotFoundError(f"interactions file {path} does not exist")
     if path.is_file() and not path.stat().st_size:
-        raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
+        raise ValueError(f"interactions file {path} is empty. Pass a file with columns {wanted}")
     try:
         if path.is_file() and path.suffix not in (".parquet", ".pq"):
             return _read_text(path, wanted, delimiter, header, line)
@@ -63,15 +67,15 @@ def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: 
         return _read_parquet(path, wanted)
     except (pa.ArrowException, OSError, EOFError, csv.Error) as error:
         raise ValueError(
-            f"interactions file {path} cannot be read ({error}): is it truncated, or neither text in UTF-8 nor Parquet?"
+            f"cannot read interactions file {path} ({error}). It may be truncated, or neither text in UTF-8 nor Parquet"
         ) from error
 
 
 def _refuse_format(source: object, delimiter: str | None, header: bool | None, line: Line | None) -> None:
     if (delimiter, header, line) != (None, None, None):
         raise ValueError(
-            f"delimiter={delimiter!r}, header={header!r}, line={line!r} say how a text file is written, and {source} is none: "
-            "leave them out"
+            f"delimiter={delimiter!r}, header={header!r}, line={line!r} only apply to text files, but {source} is not a "
+            "text file. Remove them"
         )
 
 
@@ -84,14 +88,14 @@ def _read_parquet(path: Path, wanted: list[Column]) -> pa.Table:
 
 def _select(source: Any, wanted: list[Column]) -> pa.Table:
     if hasattr(source, "to_numpy") and hasattr(source, "columns"):
-        # pandas or polars, whose other columns need not be such as Arrow has
+        # pandas or polars: other columns may have types that Arrow does not support
         names = list(source.columns)
         source = source[[names[number] for number in positions(names, wanted, "table")]]
         wanted = list(range(len(wanted)))
     elif not hasattr(source, "__arrow_c_stream__"):
         raise TypeError(
-            f"interactions in a {type(source).__name__}: pass a path, a pandas or polars DataFrame, a pyarrow Table, or what "
-            "else has __arrow_c_stream__"
+            f"a {type(source).__name__} is no source of interactions. Pass a path, a pandas or polars DataFrame, a "
+            "pyarrow Table, or any object with __arrow_c_stream__"
         )
     table = source if isinstance(source, pa.Table) else pa.table(source)
     return table.select(list(positions(table.column_names, wanted, "table")))
@@ -103,12 +107,9 @@ def _select(source: Any, wanted: list[Column]) -> pa.Table:
 def _read_text(
     path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> pa.Table:
-    """Return the columns of users, items and, if wanted, times. Arguments that are None are detected.
+    """Return the columns of users, items and, if wanted, times.
 
-    Ids are dictionary arrays: of 64-bit integers where all ids of a column are written as integers, otherwise of strings.
-
-    Raises:
-        ValueError: the format is not clear, or a line does not fit it.
+    Ids are dictionary arrays of 64-bit integers if all ids of a column are written as integers, and otherwise of strings.
     """
     text_format = find_format(path, wanted, delimiter, header, line)
     table = _read_histories(path, text_format) if text_format.line == "user" else _read_rows(path, text_format)
@@ -122,14 +123,14 @@ def _read_rows(path: Path, text_format: TextFormat) -> pa.Table:
     lines = _count_lines(path) - text_format.skipped_rows
     if table.num_rows != lines:
         raise ValueError(
-            f"{path}: {table.num_rows} rows were read of {lines} lines, because a quotation mark opens a value that ends in "
-            "another line: double the marks within values, or write the file with tabs, where marks have no meaning"
+            f"{path} has {lines} lines, but {table.num_rows} rows, because a quotation mark opens a value that ends in another "
+            "line. Double the quotation marks within values, or separate values by tabs, which disables quotation marks"
         )
     return table
 
 
 def _count_lines(path: Path) -> int:
-    """Return how many lines are not empty."""
+    """Return the number of lines that are not empty."""
     count, last = 0, b"\n"
     with pa.input_stream(str(path)) as file:
         first = file.read(len(codecs.BOM_UTF8))
@@ -148,7 +149,7 @@ def _read_any_times(path: Path, text_format: TextFormat) -> pa.Table:
         return _read_csv(path, text_format)
     except pa.ArrowInvalid as error:
         if "CSV conversion error" in str(error) and text_format.times is not None:
-            return _read_csv(path, replace(text_format, times=pa.string()))  # they are not written as those of the first lines
+            return _read_csv(path, replace(text_format, times=pa.string()))  # later times have another format
         if "CSV parse error" in str(error):
             _refuse_ragged(path, text_format)
         raise
@@ -156,14 +157,14 @@ def _read_any_times(path: Path, text_format: TextFormat) -> pa.Table:
 
 def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], str] | None = None) -> pa.Table:
     names = [str(number) for number in text_format.wanted]
-    ids = pa.dictionary(pa.int32(), pa.string())  # as written: numbers would lose the zeros that an id begins with
-    types = dict(zip(names, (ids, ids, text_format.times)))  # all: to find one out, Arrow keeps the text of the whole file
+    ids = pa.dictionary(pa.int32(), pa.string())  # numbers would lose leading zeros
+    types = dict(zip(names, (ids, ids, text_format.times)))  # all types, because Arrow keeps the whole text to infer one
     delimiter = text_format.delimiter.encode()
     with pa.input_stream(str(path)) as file:
         return pyarrow.csv.read_csv(
             file if len(delimiter) == 1 else _OneByteDelimiter(file, delimiter),
             pyarrow.csv.ReadOptions(
-                use_threads=if_ragged is None,  # one thread knows the numbers of rows
+                use_threads=if_ragged is None,  # only a single thread counts rows
                 block_size=_BLOCK,
                 skip_rows=text_format.skip,
                 column_names=[str(number) for number in range(text_format.columns)],
@@ -180,7 +181,7 @@ def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], st
 def _refuse_ragged(path: Path, text_format: TextFormat) -> None:
     found: list[Any] = []
 
-    def note(row: Any) -> str:  # what it raised would not come through Arrow
+    def note(row: Any) -> str:  # Arrow discards exceptions of this function
         found.append(row)
         return "error"
 
@@ -192,7 +193,7 @@ def _refuse_ragged(path: Path, text_format: TextFormat) -> None:
 
 
 class _OneByteDelimiter:
-    """A file in which one byte replaces a delimiter of two bytes."""
+    """A file that replaces a delimiter of two bytes by one byte."""
 
     def __init__(self, file: pa.NativeFile, delimiter: bytes) -> None:
         self._file, self._delimiter, self.closed = file, delimiter, False
@@ -208,7 +209,7 @@ class _OneByteDelimiter:
 
 
 def _read_histories(path: Path, text_format: TextFormat) -> pa.Table:
-    """Return one row for each interaction in a file with one line for each user."""
+    """Return one row per interaction of a file with one line per user."""
     users, items, skip, before = [], [], text_format.skip, 0
     with pa.input_stream(str(path)) as file:
         for block in _blocks(file):
@@ -247,15 +248,17 @@ def _blocks(file: pa.NativeFile) -> Iterator[bytes]:
 def _refuse_empty(path: Path, lines: np.ndarray, counts: np.ndarray, values: pa.Array) -> None:
     alone = np.flatnonzero(counts < 2)
     if alone.size:
-        raise ValueError(f"{path}: line {lines[alone[0]]} and {alone.size - 1} more name a user and no item: leave them out")
+        raise ValueError(
+            f"{path}: line {lines[alone[0]]} and {alone.size - 1} more have a user without items. Remove these lines"
+        )
     empty = pc.index(values, "").as_py()
     if empty >= 0:
         line = lines[np.searchsorted(np.cumsum(counts), empty, side="right")]
-        raise ValueError(f"{path}: line {line} has an empty value: mend it, or pass another delimiter=")
+        raise ValueError(f"{path}: line {line} has an empty value. Correct the line, or pass another delimiter=")
 
 
 def _as_written(column: pa.ChunkedArray, name: Column, path: Path) -> pa.ChunkedArray:
-    """Return integers if every id is written as one: without leading zero, plus or fraction, within 64 bits."""
+    """Return integers if each id is the canonical text of a 64-bit integer; otherwise the column."""
     column = column.unify_dictionaries()
     if not column.num_chunks:
         return column
@@ -277,8 +280,8 @@ def _refuse_fractions(column: pa.ChunkedArray, written: pa.Array, name: Column, 
             value = written[pc.index(fractions, True).as_py()].as_py()
             row = next(number for number, other in enumerate(column) if other.as_py() == value)
             raise ValueError(
-                f"column {name!r} of {path} holds numbers with a fraction, not integers or strings, such as {value} in row "
-                f"{row}: pass the column of ids, or write them without"
+                f"column {name!r} of {path} has numbers with a fraction, such as {value} in row {row}. Ids must be integers or "
+                "strings. Pass the column of ids, or write them without fraction"
             )
 
 
@@ -286,10 +289,10 @@ def _refuse_fractions(column: pa.ChunkedArray, written: pa.Array, name: Column, 
 
 
 def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[Any]:
-    """Return an int64 or float64 for every row, as :class:`~lightning_freescale.data.Histories` describes; no value is missing.
+    """Return the times as int64 or float64, see :class:`~lightning_freescale.data.Histories`.
 
     Raises:
-        ValueError: a value is no time; names it, its row and what to pass.
+        ValueError: a value is no time.
     """
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
@@ -301,15 +304,13 @@ def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[A
         return _refuse_non_finite(values.cast(pa.float64()).to_numpy(), column, name)
     if not (pa.types.is_integer(values.type) or pa.types.is_timestamp(values.type)):
         raise ValueError(
-            f"column {column!r} of {name} holds {values.type}, not times, such as {values[0]} in row 0: pass the column "
-            "of times, or time=None if the rows of each user are in order"
+            f"column {column!r} of {name} has type {values.type}, such as {values[0]} in row 0, which is no time. Pass the "
+            "column of times, or time=None if the rows of each user are in order"
         )
     try:
         return np.asarray(values.cast(pa.int64()).to_numpy())
     except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"column {column!r} of {name} holds values beyond 64-bit integers ({error}): map them first"
-        ) from error
+        raise ValueError(f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Convert them") from error
 
 
 def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.ChunkedArray:
@@ -319,15 +320,16 @@ def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.Chunked
     row = _first_bad(values)
     other = f", and {values[0].as_py()!r} in row 0" if row else ""
     raise ValueError(
-        f"column {column!r} of {name} has {values[row].as_py()!r} in row {row}{other}: times are all numbers, or all dates or "
-        "ISO 8601, with a time zone or all without. Convert them, or pass time=None if the rows of each user are in order"
+        f"column {column!r} of {name} has {values[row].as_py()!r} in row {row}{other}. Times must be all "
+        "numbers, or all dates or ISO 8601, all with or all without a time zone. Convert them, or pass time=None if the "
+        "rows of each user are in order"
     )
 
 
 def _first_bad(values: pa.ChunkedArray) -> int:
-    """Return the first row whose value has another type than that of row 0, or row 0 if it has none."""
+    """Return the first row whose value has a different type than row 0; 0 if row 0 is no time."""
     kinds = [kind for kind in TIME_TYPES if try_cast(values.slice(0, 1), kind) is not None]
-    good, bad = 0, len(values)  # that many values can be cast, and cannot
+    good, bad = 0, len(values)  # the first ``good`` values can be cast, the first ``bad`` ones cannot
     while kinds and bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (good, middle) if try_cast(values.slice(good, middle - good), kinds[-1]) is None else (middle, bad)
@@ -338,7 +340,7 @@ def _refuse_non_finite(times: NDArray[np.float64], column: int | str, name: str)
     bad = np.flatnonzero(~np.isfinite(times))
     if bad.size:
         raise ValueError(
-            f"column {column!r} of {name} has {times[bad[0]]} in row {bad[0]} and {bad.size - 1} more that are no times: drop "
-            "or fill those rows"
+            f"column {column!r} of {name} has {times[bad[0]]} in row {bad[0]} and {bad.size - 1} more invalid times. Drop or "
+            "fill these rows"
         )
     return times

@@ -1,4 +1,4 @@
-"""Find out from the first lines how a text file holds interactions."""
+"""Detect the format of a text file of interactions from its first lines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 Column = int | str
 Line = Literal["interaction", "user"]
 STAND_IN = "\x1f"
-"""Stands for a delimiter of two bytes where only one can be split at."""
+"""The byte that replaces a delimiter of two bytes for parsers that support one byte."""
 _DELIMITERS = ("\t", ",", " ", "::")
 _SAID_BY_SUFFIX = {".csv": ",", ".tsv": "\t"}
-_SAMPLE = 1 << 16  # bytes to look at
+_SAMPLE = 1 << 16  # bytes
 _NUMBER = re.compile(r"\s*[+-]?\.?\d[\d.,:TZ eE+-]*")  # or a date
 TIME_TYPES = (
     pa.int64(),
@@ -28,7 +28,7 @@ TIME_TYPES = (
     pa.timestamp("ns"),
     pa.timestamp("ns", "UTC"),
 )
-"""The types that times written as text may have. If two of them fit a value, the later one takes more values."""
+"""The possible types of times in text. If two types fit a value, the later one fits more values."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class TextFormat:
 
     Attributes:
         delimiter: text between two values, one or two bytes in UTF-8.
-        line: content of a line: one interaction, or a user and all items of that user in order.
-        skip: lines before the first value: blank ones and the header.
+        line: content of a line, as in :func:`~lightning_freescale.data.read_interactions`.
+        skip: number of lines before the first value: blank lines and the header.
         skipped_rows: number of these lines that are not empty.
         columns: number of columns.
-        wanted: numbers of the columns of users, items and, if there are any, times.
-        times: type of the times in the first lines; strings if they are no times.
+        wanted: numbers of the columns of users, items and, optionally, times.
+        times: type of the times in the first lines; string if they are no times.
     """
 
     delimiter: str
@@ -55,7 +55,7 @@ class TextFormat:
 
     @property
     def quoted(self) -> bool:
-        """Whether ``"`` encloses values; in files that are split at tabs or ``::`` it is a part of them."""
+        """Whether ``"`` encloses values. In files with tabs or ``::`` it is part of the values."""
         return _is_quoted(self.delimiter)
 
 
@@ -65,23 +65,23 @@ def find_format(
     """Return the format of a file. Arguments that are None are detected from the first 64 KiB.
 
     Raises:
-        ValueError: more than one format fits, or none; names what to pass.
+        ValueError: no format fits, or more than one.
     """
     first_lines = _first_lines(path)
     numbered = {number: text for number, text in enumerate(first_lines, 1) if text.strip()}
     if not numbered:
-        raise ValueError(f"interactions file {path} is empty: pass a file with columns {wanted}")
+        raise ValueError(f"interactions file {path} is empty. Pass a file with columns {wanted}")
     _refuse_json(path, next(iter(numbered.values())))
     if delimiter is not None and not 1 <= len(delimiter.encode()) <= 2:
         raise ValueError(f"delimiter={delimiter!r}: pass one or two bytes, such as ',' or '::'")
     if line not in (None, "interaction", "user"):
-        raise ValueError(f'line={line!r}: pass "interaction", or "user" where a line holds a user and all items in order')
+        raise ValueError(f'line={line!r}: pass "interaction", or "user" if each line has a user and all items in order')
     numbers, lines = list(numbered), list(numbered.values())
     splits = {each: _split(lines, each) for each in ([delimiter] if delimiter else _DELIMITERS)}
     splits = {each: rows for each, rows in splits.items() if max(map(len, rows)) > 1}
     if not splits:
         at = repr(delimiter) if delimiter else "tab, comma, space or '::'"
-        raise ValueError(f"{path}: no line of the first has {at} between values, as {lines[0][:80]!r}: pass delimiter=")
+        raise ValueError(f"{path}: the first lines, such as {lines[0][:80]!r}, have no {at} between values. Pass delimiter=")
     if line is None:
         line = "user" if _holds_histories(splits, wanted) else "interaction"
     if line == "user":
@@ -114,8 +114,7 @@ def _refuse_json(path: Path, line: str) -> None:
         return
     if isinstance(value, dict):
         raise ValueError(
-            f"{path} holds JSON lines, which are not read: pass pyarrow.json.read_json({str(path)!r}), or another table of its "
-            "columns"
+            f"{path} has JSON lines, which are not supported. Pass pyarrow.json.read_json({str(path)!r}) or another table"
         )
 
 
@@ -131,7 +130,7 @@ def _even(rows: list[list[str]]) -> bool:
 
 
 def _holds_histories(splits: dict[str, list[list[str]]], wanted: list[Column]) -> bool:
-    """Return whether each line belongs to a user: lines of unequal length, each with another first value, and no times."""
+    """Return whether each line belongs to a user: different lengths, different first values, and no times."""
     if len(wanted) > 2 or any(_even(rows) for rows in splits.values()):
         return False
     return all(len({fields[0] for fields in rows}) == len(rows) for rows in splits.values())
@@ -139,15 +138,16 @@ def _holds_histories(splits: dict[str, list[list[str]]], wanted: list[Column]) -
 
 def _refuse_columns(path: Path, wanted: list[Column]) -> None:
     if len(wanted) > 2:
-        raise ValueError(f'{path}: line="user" with time={wanted[2]!r}: the items of a line are in order, pass time=None')
+        raise ValueError(f'{path}: line="user" needs time=None, but time={wanted[2]!r}. The items of a line must be in order')
     if wanted[0] not in ("user", 0) or wanted[1] not in ("item", 1):
         raise ValueError(
-            f'{path}: line="user" with user={wanted[0]!r}, item={wanted[1]!r}: the user comes first, leave them out'
+            f'{path}: line="user" cannot be combined with user={wanted[0]!r}, item={wanted[1]!r}. The user must come first. '
+            "Remove user= and item="
         )
 
 
 def _choose(path: Path, numbers: list[int], splits: dict[str, list[list[str]]], wanted: list[Column], line: Line) -> str:
-    """Return the delimiter by which all lines have equally many values, or the only one in lines of histories."""
+    """Return the delimiter with which all lines have the same number of values, or the only one in lines of histories."""
     fit = splits if line == "user" else {each: rows for each, rows in splits.items() if _even(rows)}
     if not fit:
         delimiter, rows = min(splits.items(), key=lambda split: len(set(map(len, split[1]))))
@@ -160,7 +160,7 @@ def _choose(path: Path, numbers: list[int], splits: dict[str, list[list[str]]], 
         fit = {each: rows for each, rows in fit.items() if _has_columns(rows, wanted)} or fit
     if len(fit) > 1:
         counts = ", ".join(f"{each!r} ({len(rows[0])} values in the first line)" for each, rows in fit.items())
-        raise ValueError(f"{path}: several delimiters fit its first lines: pass delimiter= one of {counts}")
+        raise ValueError(f"{path}: several delimiters fit the first lines. Pass delimiter= with one of {counts}")
     return next(iter(fit))
 
 
@@ -169,10 +169,11 @@ def _has_columns(rows: list[list[str]], wanted: list[Column]) -> bool:
 
 
 def ragged(path: Path, where: str, found: int, expected: int, delimiter: str) -> ValueError:
-    """Return the error for a line or row that has another number of values than the first."""
+    """Return the error for a line whose number of values differs from that of the first line."""
     return ValueError(
-        f"{path}: {where} has {found} values, the first line {expected} (delimiter={delimiter!r}): mend that line or "
-        'pass another delimiter=; where each line holds a user and all items in order, pass line="user", time=None'
+        f"{path}: {where} has {found} values, but the first line has {expected} (delimiter={delimiter!r}). Correct the "
+        "line, or "
+        'pass another delimiter=. If each line has a user and all items in order, pass line="user", time=None'
     )
 
 
@@ -182,20 +183,18 @@ def _has_header(path: Path, rows: list[list[str]], wanted: list[Column], header:
         return True
     found = _looks_named(rows) if header is None else header
     if found is False and names:
-        why = "header=False" if header is False else f"its first line {rows[0]} holds no names"
+        why = "header=False" if header is False else f"the first line {rows[0]} has no names"
         raise ValueError(
-            f"{path} has no header ({why}), so there is no column {names[0]!r}: pass the columns' numbers, such as "
-            'user=0, item=1, time=2; where each line holds a user and all items in order, pass line="user", time=None'
+            f"{path} has no header ({why}), so there is no column {names[0]!r}. Pass the numbers of columns, such as "
+            'user=0, item=1, time=2. If each line has a user and all items in order, pass line="user", time=None'
         )
     if found is None and not names:
-        raise ValueError(
-            f"{path}: its first line {rows[0]} may be names or values, by what is below: pass header=True or header=False"
-        )
+        raise ValueError(f"{path}: the first line {rows[0]} may be names or values. Pass header=True or header=False")
     return found is not False
 
 
 def _looks_named(rows: list[list[str]]) -> bool | None:
-    """Return whether the first line holds names: words above numbers or dates. None if that is not clear."""
+    """Return whether the first line has words above numbers or dates; None if this is ambiguous."""
     if len(rows) == 1:
         return False if any(map(_NUMBER.fullmatch, rows[0])) else None
     columns = [(first, [value for value in below if value]) for first, *below in zip(*rows) if first]
@@ -207,25 +206,25 @@ def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[i
     """Return the numbers of the wanted columns among ``names``.
 
     Raises:
-        ValueError: there is no such column, or two are wanted for one and the same.
+        ValueError: a column does not exist, or is wanted twice.
     """
     for column in wanted:
         name = column if isinstance(column, str) else str(dict(enumerate(names)).get(column))
         if name.endswith("_seq") and ":" in name:
             raise ValueError(
-                f"{source}: column {name!r} holds a list in each row, which would be read as one id: write one row for each "
+                f"{source}: column {name!r} has a list in each row, which would be read as one id. Write one row per "
                 "interaction, or pass a table"
             )
         if column not in (range(len(names)) if isinstance(column, int) else names):
             raise ValueError(
-                f"{source} has no column {column!r}, only {names}: name yours with user=, item=, time=, or give "
-                "its number from 0"
+                f"{source} has no column {column!r}, only {names}. Pass names or numbers, counted from 0, as user=, "
+                "item= and time="
             )
         if names.count(column) > 1 and isinstance(column, str):
-            raise ValueError(f"{source} has several columns {column!r}: give the number of yours, from 0")
+            raise ValueError(f"{source} has several columns {column!r}. Pass the number of the column, counted from 0")
     found = tuple(column if isinstance(column, int) else names.index(column) for column in wanted)
     if len(set(found)) < len(found):
-        raise ValueError(f"{source}: user, item and time are columns {wanted}, of which two are the same: pass one for each")
+        raise ValueError(f"{source}: two of the columns {wanted} for user, item and time are the same. Pass different columns")
     return found
 
 
@@ -238,6 +237,6 @@ def try_cast(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | No
 
 
 def _time_type(written: list[str]) -> pa.DataType:
-    """Return the type of these times, empty ones aside; string if they are no times."""
+    """Return the type of times in text without empty values; string if they are no times."""
     values = pa.chunked_array([pa.array([value for value in written if value], pa.large_string())])
     return next((kind for kind in TIME_TYPES if try_cast(values, kind) is not None), pa.string())

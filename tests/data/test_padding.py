@@ -288,5 +288,5 @@ def test_empty_batches_and_wrong_lengths() -> None:
     assert verdict([[empty], []]) == (None, None)
     assert verdict([[empty], *observed(padded)]) == ("batch", None)
     for wrong in ([[1, 2]], [1.5], [-1], 3):
-        with pytest.raises(ValueError, match="lengths must be"):
+        with pytest.raises(ValueError, match="lengths="):
             shapes_of({}, wrong)

@@ -192,7 +192,7 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=f"{name}: {weight}")
     told = {name: case["told"] for name, case in ranks[0].items()}
     assert "unequal numbers of samples (assignment_mode='slack')" in told["found out"] and "from step 0 on" in told["said"]
-    assert "ranks hold equal numbers of samples (assignment_mode='fixed')" in told["alike"]
+    assert "the ranks get equal numbers of samples (assignment_mode='fixed')" in told["alike"]
     assert not any("numbers of samples" in told[name] for name in ("as drawn", "given", "in parts", "unweighted"))
     assert not any("numbers of samples" in case["told"] for case in ranks[1].values()), "rank 0 alone says it"
 

@@ -196,7 +196,8 @@ class BalancedStreamLoader:
         for name, value in self._steps_depend_on().items():
             if state["stream"] is not None and state[name] != value:
                 raise ValueError(
-                    f"the checkpoint stopped inside an epoch with {name}={state[name]!r}, but this loader has {name}={value!r}. "
+                    f"the checkpoint stopped inside an epoch with {name}={state[name]!r}, but this loader has "
+                    f"{name}={value!r}. "
                     f"Samples would be lost or repeated. Pass the previous {name}, or resume from the end of an epoch"
                 )
         self._resume = state
