@@ -46,11 +46,11 @@ lint: setup
 	$(BIN)/mypy
 
 DATA ?= data
-# the table of techniques at 2, 4 and 8 ranks, and what follows from it, into benchmarks/results; DATA has ml-1m.seqs.npz
+# run the benchmarks of the techniques on 2, 4 and 8 ranks and of the simulator; DATA is a folder with ml-1m.seqs.npz
 bench: setup
 	$(BIN)/python benchmarks/suite.py ladder archetypes simulator --data $(DATA)
 
-# before a release: whether anything got much worse, in under three minutes
+# check a few thresholds before a release, in less than three minutes
 bench-quick: setup
 	$(BIN)/python benchmarks/suite.py quick
 
@@ -62,11 +62,11 @@ tested: setup
 CONFIG := mkdocs.yml
 SITE := site
 
-# the site of docs/, to be looked at in site/index.html; a warning is an error
+# build the site of docs/ in site/; a warning is an error
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
 
-# the figures of README and docs, from benchmarks/results
+# write the figures of benchmarks/results into README.md and docs/
 figures: setup
 	$(BIN)/python scripts/figures.py
 

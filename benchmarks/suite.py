@@ -1,13 +1,14 @@
-"""The runs that the figures of README and docs come from, by name: ``python benchmarks/suite.py ladder_8 --data FOLDER``.
+"""Runs the benchmarks of suite.cfg by name: ``python benchmarks/suite.py ladder_8 --data FOLDER``.
 
-They stand in suite.cfg. Each writes its result into benchmarks/results, which remembers what it was before; ``make figures``
-then writes the pages anew. A name may be a group; ``--list`` shows all. Those of the group ``quick`` write nothing and demand
-something instead: they are for use before a release, and take under three minutes together. Those of the group ``gpu`` need a
-GPU. One run at a time, on a machine that does nothing else.
+A name is a run or a group, and ``--list`` prints all names. A run writes its result and the former results to
+benchmarks/results. ``make figures`` then writes the figures into the pages. Use a machine without other load.
 
-Data sets that are not in the project are read from ``--data``: ml-1m.seqs.npz (``offsets``: where each user's history begins),
-gowalla.train.txt.gz and yelp.txt.gz (a user and the items on every line); others' published code from ``--peers``, where
-benchmarks/fetch_peers.py has put it.
+The group ``quick`` writes no result. It fails if a threshold is missed, and takes less than three minutes. The group ``gpu``
+requires a GPU.
+
+``--data`` is a folder with the data sets that are not in the repository: ml-1m.seqs.npz, in which ``offsets`` are the
+beginnings of the histories, and gowalla.train.txt.gz and yelp.txt.gz, with a user and the items on each line. ``--peers`` is
+the folder in which benchmarks/fetch_peers.py has put the published code of other packages.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _OUTSIDE = {"{ml-1m}": "ml-1m.seqs.npz", "{gowalla}": "gowalla.train.txt.gz", "{
 
 
 def main() -> None:
-    """Run what is asked for; goes on after a run that falls short, and exits with 1 then."""
+    """Run the named benchmarks. Continue after a failed run, and exit with 1 at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of runs or groups")
-    parser.add_argument("--list", action="store_true", help="show all names")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="with the data sets that are not in the project")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="with others' published code")
+    parser.add_argument("names", nargs="*", help="names of runs or groups")
+    parser.add_argument("--list", action="store_true", help="print all names")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the data sets that are not in the repository")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="folder with the published code of other packages")
     options = parser.parse_args()
     groups = read_groups()
     runs = {name: command for group in groups.values() for name, command in group.items()}
@@ -42,16 +43,16 @@ def main() -> None:
         return
     unknown = [name for name in options.names if name not in runs and name not in groups]
     if unknown:
-        parser.error(f"{', '.join(unknown)}: there is no such run or group; --list shows all")
+        parser.error(f"{', '.join(unknown)}: no run or group has this name; --list prints all names")
     names = [each for name in options.names for each in groups.get(name, [name])]
     if (for_gpu := set(names) & set(groups["gpu"])) and shutil.which("nvidia-smi") is None:
-        parser.error(f"{', '.join(sorted(for_gpu))}: their results are of a GPU, and there is none")
+        parser.error(f"{', '.join(sorted(for_gpu))} require a GPU, and this machine has none")
     commands = {name: _command(name, runs[name], options, parser) for name in names}
     for name in set(names) - set(groups["quick"]):
         commands[name] += ["--json", str(RESULTS / f"{name}.json")]
     failed = [name for name, command in commands.items() if not _run(name, command)]
     if failed:
-        sys.exit(f"fell short, or failed: {', '.join(failed)}")
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def read_groups() -> dict[str, dict[str, str]]:
@@ -62,12 +63,12 @@ def read_groups() -> dict[str, dict[str, str]]:
 
 
 def _command(name: str, command: str, options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words of a run, with the files it reads."""
+    """Return the words of a run's command, with the paths of the files that it reads."""
     words = command.replace("NAME", name).split()
     places = {key: options.data and options.data / file for key, file in _OUTSIDE.items()} | {"{peers}": options.peers}
     missing = [key for key in places if key in words and not (places[key] and places[key].exists())]
     if missing:
-        parser.error(f"{name} reads {', '.join(missing)}: pass --data or --peers FOLDER with it")
+        parser.error(f"{name} reads {', '.join(missing)}; pass --data or --peers with the folder that contains it")
     words = [str(places.get(word, word)) for word in words]
     scripts = [["--", sys.executable, f"benchmarks/{word}"] if re.fullmatch(r"[\w/]+\.py", word) else [word] for word in words]
     return [word for of_script in scripts for word in of_script][1:]
