@@ -1,5 +1,5 @@
-"""The layer between Lightning and the package: Lightning's changes and private names affect only these modules.
+"""The layer between Lightning and the package. Only these modules import Lightning and use its private names.
 
-``loops`` has Lightning's names and what is private in its loops, loaders and checkpoints, ``ddp`` what is private in its DDP
-strategies and in how the default process group is created, ``profiler`` what the bubble profiler needs.
+``loops`` covers loops, loaders and checkpoints, ``ddp`` covers DDP strategies and the default process group, and ``profiler``
+covers what the bubble profiler needs.
 """

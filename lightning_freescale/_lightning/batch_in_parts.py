@@ -1,8 +1,8 @@
-"""Lets Lightning's training loop compute a batch in micro-batches, by its own closures.
+"""Micro-batches in Lightning's training loop, computed by the loop's own closures.
 
-The loop sees one batch and one ``training_step``; beneath, each micro-batch has its ``training_step`` and backward, as batches
-whose gradients are accumulated have. Lightning's accumulation itself counts every part as a batch: ``batch_idx``, limits of
-batches, validation intervals, progress bars and checkpoints would all be others, and the number could not change in a run.
+The loop sees one batch. Inside, each micro-batch has its own ``training_step`` and backward, like batches with accumulated
+gradients. Lightning's gradient accumulation is not used, because it counts every part as a batch. That would change
+``batch_idx``, limits of batches, validation intervals, progress bars and checkpoints, and the number of parts would be fixed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_freescale.profiling.recording.observed_work import replaced
 
 @contextmanager
 def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], None] | None = None) -> Iterator[None]:
-    """Let the fit of ``trainer`` take batches that are :class:`MicroBatches`; methods without public hooks are replaced.
+    """Make the fit of ``trainer`` accept batches of type :class:`MicroBatches`, by replacing methods without public hooks.
 
     Args:
         trainer: the Trainer.
-        take_loaded: called with such a batch before the user's hooks get its parts.
+        take_loaded: called with each such batch before the user's hooks get its parts.
     """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
@@ -50,7 +50,7 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
             take_loaded(batch)
         return of_each_part(lambda part: before_transfer(part, dataloader_idx), batch)
 
-    # a fit within the fit, such as that of LearningRateFinder, finds those of the outer one
+    # an inner fit, such as that of LearningRateFinder, uses the replaced methods of the outer fit
     with (
         replaced(optimization, {"_make_closure": closure_of_parts}),
         replaced(module, {"_on_before_batch_transfer": before_transfer_of_parts}),
@@ -59,14 +59,14 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
 
 
 def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every micro-batch of a batch, or to a batch that has none."""
+    """Apply a function to every micro-batch of a batch, or to a batch without micro-batches."""
     return batch.map(fn) if isinstance(batch, MicroBatches) else fn(batch)
 
 
 class _MicroBatchClosure(Closure):
-    """Runs the closures of the micro-batches, each loss weighed by its share; dense gradients are reduced with the last.
+    """Runs the closures of the micro-batches, with losses weighted by share. Dense gradients are reduced with the last one.
 
-    A part whose ``training_step`` returns None counts as one with a loss of 0. Lightning allows that on one rank only.
+    If ``training_step`` returns None for a part, its loss counts as 0. Lightning allows that only with a single rank.
     """
 
     def __init__(self, trainer: Trainer, batch: MicroBatches, parts: list[Closure]) -> None:
@@ -77,10 +77,10 @@ class _MicroBatchClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run all of them; return what ``training_step`` would have for the whole batch.
+        """Run all closures, and return the output of ``training_step`` for the whole batch.
 
         Raises:
-            ValueError: ``training_step`` returned None for a part, on several ranks.
+            ValueError: ``training_step`` returned None for a part, with several ranks.
         """
         trainer, results = self._trainer, []
         logged = _LoggedInParts(trainer)
@@ -97,11 +97,11 @@ class _MicroBatchClosure(Closure):
 
 
 def _refuse_skipped(error: RuntimeError, index: int, parts: int) -> None:
-    """Say in place of Lightning's ``error`` that a part alone may have nothing to learn from, where the batch has."""
+    """Replace Lightning's ``error`` about a skipped ``training_step`` by a ValueError with the fix."""
     if str(error).startswith("Skipping the `training_step` by returning None"):
         raise ValueError(
-            f"training_step returned None for micro-batch {index + 1} of {parts}, which on several ranks no rank may skip: "
-            "return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
+            f"training_step returned None for micro-batch {index + 1} of {parts}. With several ranks, no rank may skip one. "
+            "Return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
             "FreeScaleDataModule(micro_batches=1)"
         ) from error
 
@@ -116,7 +116,7 @@ def _weighed(step_fn: Callable[[], ClosureResult], share: float) -> Callable[[],
 
 
 def _whole(results: list[ClosureResult], shares: tuple[float, ...]) -> ClosureResult:
-    """Return the outputs of all parts as one: numbers as their mean by share, of anything else a list; None for no output."""
+    """Combine the outputs of all parts: losses as their sum, other numbers as their mean by share, anything else as a list."""
     losses = [result.loss for result in results if result.loss is not None]
     extra = {}
     for name in dict.fromkeys(name for result in results for name in result.extra):
@@ -138,7 +138,7 @@ def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
 
 
 class _LoggedInParts:
-    """What ``self.log`` is given for every micro-batch, shown as if it had been given once, for the whole batch."""
+    """Combines the values that ``self.log`` gets for each micro-batch into one value for the whole batch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._connector, self._results = trainer._logger_connector, trainer._results
@@ -147,7 +147,7 @@ class _LoggedInParts:
 
     @contextmanager
     def part(self, batch: Any, share: float) -> Iterator[None]:
-        """Watch what is logged in a part; Lightning asks its batch for the batch size."""
+        """Record the values logged in a part. Lightning reads the batch size from ``batch``."""
         results = self._results
         assert results is not None
         whole = results.batch
@@ -159,11 +159,11 @@ class _LoggedInParts:
             if metric.is_tensor and metric.meta.on_step and shown is not None and shown is not before.get(key):
                 self._shown.setdefault(key, []).append((share, shown))
         results.batch, results.batch_size = whole, None
-        if self._first:  # in its first batch Lightning resets what another hook has logged since: the parts before
+        if self._first:  # in the first batch, Lightning would otherwise reset the values of the previous parts
             self._connector._first_loop_iter = False
 
     def combine(self) -> None:
-        """Show the value of the step: the mean of the parts' by share; the extremes or the sum, where those are asked for."""
+        """Set the value of the step: the mean of the parts by share, or the reduction that the user has requested."""
         self._connector._first_loop_iter = self._first
         assert self._results is not None
         for key, values in self._shown.items():

@@ -1,4 +1,4 @@
-"""A LightningDataModule with what the package asks of the Trainer that it belongs to."""
+"""Base class of data modules that need information about their Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_freescale._lightning.loops import ended_inside_epoch, reload_trai
 
 
 class TrainerDataModule(LightningDataModule):
-    """A data module that also works without a Trainer, as that of a single rank."""
+    """A data module that also works without a Trainer, like that of a single rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,26 +21,26 @@ class TrainerDataModule(LightningDataModule):
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer that the data module is given to; it sets this before it does anything else with it."""
+        """The Trainer of the data module. The Trainer sets this attribute first."""
         return self._trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         if type(trainer).__module__.startswith("pytorch_lightning."):
             raise TypeError(
-                "FreeScaleDataModule is for the Trainer of lightning.pytorch, not for that of pytorch_lightning, which takes "
-                "other classes for its own: import lightning as L and use L.Trainer"
+                "FreeScaleDataModule works only with the Trainer of lightning.pytorch, not with that of pytorch_lightning. Use "
+                "import lightning as L and L.Trainer"
             )
         self._trainer = trainer
 
     @property
     def _on_gpu(self) -> bool:
-        """Whether batches go to a GPU."""
+        """Whether batches are moved to a GPU."""
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     @property
     def _weighs_loss(self) -> bool:
-        """Whether the strategy weighs the losses of the ranks."""
+        """Whether the strategy weights the losses of the ranks."""
         return self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
 
     @property
@@ -49,39 +49,39 @@ class TrainerDataModule(LightningDataModule):
         return None if self.trainer is None else process_group_timeout(self.trainer.strategy)
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Return the own rank, and the number of ranks."""
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @property
     def _batches_per_optimizer_step(self) -> int:
-        """How many batches make an optimizer step in all epochs; 1 where that changes."""
+        """The number of batches per optimizer step; 1 if it changes between epochs."""
         if self.trainer is None:
             return 1
         callbacks = getattr(self.trainer, "callbacks", [])
         schedules = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
         if not schedules:
             return self.trainer.accumulate_grad_batches
-        # the Trainer knows these only when its first epoch begins, after the training loader is made
+        # the Trainer reads them when its first epoch begins, after the training loader is created
         scheduled = {each for schedule in schedules for each in schedule.values()}
         return scheduled.pop() if len(scheduled) == 1 else 1
 
     def _training_position(self) -> tuple[int, int]:
-        """Return the epoch in which training is, and how many of its batches are processed."""
+        """Return the current epoch, and the number of its batches that are processed."""
         trainer = cast(Trainer, self.trainer)
         loop: Any = trainer.fit_loop
         epochs, cut = loop.epoch_progress.current, ended_inside_epoch(trainer)
-        inside = cut or epochs.ready > epochs.processed  # otherwise the batches counted are those of the epoch before
+        inside = cut or epochs.ready > epochs.processed  # otherwise the counted batches belong to the previous epoch
         return epochs.processed - cut, loop.epoch_loop.batch_progress.current.processed if inside else 0
 
     def _reload_now(self) -> None:
-        """Have the Trainer ask for the training loader again if it has one."""
+        """Make the Trainer read the training loader again if it has one."""
         if self.trainer is not None:
             reload_train_loader(self.trainer)
 
     def _reload_next_epoch(self, needed: bool) -> None:
-        """Have the Trainer ask for the training loader again in the next epoch, or go back to its own setting.
+        """Make the Trainer read the training loader again in the next epoch if ``needed``, or restore its own setting.
 
-        Lightning asks for loaders once per fit. An epoch that was cut anew has another number of steps than the next one.
+        Lightning reads loaders once per fit. An epoch whose remaining steps were planned again has a different length from the
+        next one.
         """
         trainer: Any = self.trainer
         if needed and trainer is not None and self._reload_every is None:

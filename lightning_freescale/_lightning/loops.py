@@ -1,4 +1,4 @@
-"""Lightning's names that the package uses. Private ones stand here alone, each with its reason."""
+"""Lightning's names that the package uses. Only this module uses private names of loops and loaders, each with its reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
 from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as WandbLogger
 
-# a loop of prediction takes the numbers of samples from this kind of sampler alone
+# the prediction loop reads sample numbers only from this type of sampler
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import MixedPrecision as MixedPrecision
 from lightning.pytorch.plugins import Precision
@@ -42,7 +42,7 @@ from lightning_freescale.profiling.recording.observed_work import replaced
 
 # moving optimizer states is part of every strategy's set-up, but has no public name
 optimizers_to_device = _optimizers_to_device
-# whatever Lightning moves to the device in a batch, anything with a method ``to``
+# the type of everything in a batch that Lightning moves to the device: objects with a method ``to``
 Movable = _TransferableDataType
 
 
@@ -55,9 +55,9 @@ def _inside(around: Callable[[], Any], method: Callable[..., Any]) -> Callable[.
 
 
 def around_validation(trainer: Trainer, around: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Let validation between training steps run inside the context ``around()``, its loaders' start included.
+    """Run validation between training steps inside the context ``around()``, including the start of its loaders.
 
-    The hooks begin later and end earlier than what it takes, so the loop's method is replaced on this instance.
+    The hooks cover only a part of it, so the method of the loop is replaced on the instance.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     return replaced(loop, {"run": _inside(around, loop.run)})
@@ -65,9 +65,9 @@ def around_validation(trainer: Trainer, around: Callable[[], Any]) -> AbstractCo
 
 @contextmanager
 def after_evaluation_batches(trainer: Trainer, call: Callable[[], Any]) -> Generator[None, None, None]:
-    """Call ``call`` when a loop of validation, test or prediction has run this rank's batches of a loader.
+    """Call ``call`` when a loop for validation, test or prediction has run this rank's batches of a loader.
 
-    The hooks come later: before them, a loop averages over ranks what the module has logged.
+    The hooks are too late, because the loop averages logged values over ranks before them.
     """
     evaluating = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     ends = [(loop, "_store_dataloader_outputs") for loop in evaluating] + [(trainer.predict_loop, "on_run_end")]
@@ -90,14 +90,14 @@ def after_evaluation_batches(trainer: Trainer, call: Callable[[], Any]) -> Gener
 
 
 def around_saving(trainer: Trainer, around: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Let the Trainer save checkpoints inside the context ``around()``, the other ranks' wait for the first one included."""
+    """Save checkpoints inside the context ``around()``, including the other ranks' wait for rank 0."""
     return replaced(trainer, {"save_checkpoint": _inside(around, trainer.save_checkpoint)})
 
 
 def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Call ``begin`` where the loop turns to the batches of an epoch.
+    """Call ``begin`` before the batches of an epoch.
 
-    ``on_train_epoch_start`` is not called for an epoch that a run resumes inside of.
+    ``on_train_epoch_start`` is not called if a run resumes inside the epoch.
     """
     loop = trainer.fit_loop
     advance = loop.advance
@@ -110,7 +110,7 @@ def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> AbstractContex
 
 
 def leaves_transfer_alone(trainer: Trainer) -> bool:
-    """Whether batches reach the device, and the step, as they come out of the loader, by Lightning's own means."""
+    """Return True if Lightning alone moves batches to the device, and no hook or plugin changes them on the way."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     parts = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     own = any(is_overridden(hook, part) for hook in hooks for part in parts)
@@ -118,14 +118,14 @@ def leaves_transfer_alone(trainer: Trainer) -> bool:
 
 
 def reload_train_loader(trainer: Trainer) -> None:
-    """Make the fit loop ask for the training loader again although it has one; it has no public way to forget it."""
+    """Make the fit loop read the training loader again. There is no public way to drop the current one."""
     trainer.fit_loop._combined_loader = None
 
 
 def weights_only_of_run() -> bool | None:
-    """Return ``weights_only`` of the Trainer's call that is being set up, as of ``trainer.fit(..., weights_only=False)``.
+    """Return ``weights_only`` of the current call, such as ``trainer.fit(..., weights_only=False)``.
 
-    The Trainer does not pass it on to a strategy that restores checkpoints after its set-up.
+    The Trainer does not pass it to a strategy that restores checkpoints after set-up, so it is read from the stack frame.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -136,7 +136,7 @@ def weights_only_of_run() -> bool | None:
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:
-    """Whether the fit has come to its end, by ``max_steps``, ``max_time`` or ``should_stop``, with batches of its epoch left.
+    """Return True if ``max_steps``, ``max_time`` or ``should_stop`` has ended the fit inside an epoch.
 
     Lightning counts that epoch as processed.
     """
@@ -147,9 +147,9 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 
 
 def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
-    """Make of the loops' state behind an epoch that the end of the fit has cut short what it was behind its last batch.
+    """Reset the saved state of the loops to the last batch of an epoch that the end of the fit has cut short.
 
-    So a run that resumes goes on inside that epoch. Lightning knows such a place by the counters that it raises afterwards.
+    A run that resumes then continues inside that epoch. Lightning recognises such a state by counters that it increments later.
     """
     fit: dict[str, Any] = loops["fit_loop"]
     for count in fit["epoch_progress"].values():
@@ -162,7 +162,7 @@ def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
 
 
 def command_line() -> Any:
-    """Return Lightning's module ``cli``; it is imported where it is needed, because that takes long."""
+    """Return Lightning's module ``cli``, imported late because the import is slow."""
     return import_module("lightning.pytorch.cli")
 
 
@@ -170,9 +170,9 @@ def command_line() -> Any:
 
 
 def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Let ``trainer.save_checkpoint(path)`` run inside the context ``around(path)``, also the collection of what is saved.
+    """Run ``trainer.save_checkpoint(path)`` inside the context ``around(path)``.
 
-    The strategy is asked for states before it learns that they are to be saved, so the method is replaced on this instance.
+    The Trainer reads the states of the strategy before it calls the strategy's own method, so the Trainer's method is replaced.
     """
     if "save_checkpoint" in vars(trainer):
         return
@@ -186,29 +186,29 @@ def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractCon
 
 
 def is_local(checkpoint_io: CheckpointIO, path: Any) -> bool:
-    """Whether checkpoints are ordinary files of this host, and not given to a plugin or to a remote file system."""
+    """Return True if ``path`` is a local file that no plugin writes."""
     return type(checkpoint_io) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem)
 
 
 def is_last(path: Path, trainer: Trainer) -> bool:
-    """Whether ``ckpt_path="last"`` may have led to this checkpoint: it is named as what a ``ModelCheckpoint`` saves last."""
+    """Return True if the checkpoint has the name of a last checkpoint of a ``ModelCheckpoint``, as ``ckpt_path="last"`` has."""
     savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
     return any(path.name.startswith(saver.CHECKPOINT_NAME_LAST) for saver in savers)
 
 
 def warn_of_what_is_missing(checkpoint: Mapping[str, Any], key: str, trainer: Trainer) -> None:
-    """Warn where a fit resumes from a checkpoint without the data module's state, or without the strategy's own, by its key."""
+    """Warn if a fit resumes from a checkpoint without the data module's state, or without ``key``, the strategy's state."""
     if trainer.state.fn != TrainerFn.FITTING or "optimizer_states" not in checkpoint:
         return
     data: Any = getattr(trainer, "datamodule", None)
     if data is not None and is_overridden("state_dict", data) and type(data).__qualname__ not in checkpoint:
         rank_zero_warn(
-            f"the checkpoint has no state of {type(data).__qualname__}: this run's data starts at the beginning of an epoch, "
-            "also if the checkpoint was written inside of one, so that samples may come twice"
+            f"the checkpoint has no state of {type(data).__qualname__}. The data of this run starts at the beginning of an "
+            "epoch. If the checkpoint was written inside an epoch, samples may repeat"
         )
     if key not in checkpoint:
         rank_zero_warn(
-            "the checkpoint was not written by strategy 'freescale': dropout and other random draws go on from this run's seed"
+            "the checkpoint was not written by strategy 'freescale'. Dropout and other random draws continue from the seed"
         )
 
 
@@ -216,24 +216,24 @@ def warn_of_what_is_missing(checkpoint: Mapping[str, Any], key: str, trainer: Tr
 
 
 class LoaderWrapper:
-    """Looks like the loader it wraps; subclasses say how it iterates.
+    """A wrapper that has all attributes of the wrapped loader; subclasses define the iteration.
 
     Args:
         loader: the loader.
-        state_of: whose ``state_dict`` and ``load_state_dict`` to show instead of the loader's, if the loader has them.
-        own: attributes of the wrapper itself; all others are set on the loader.
+        state_of: an object whose ``state_dict`` and ``load_state_dict`` replace those of the loader, if the loader has them.
+        own: attributes of the wrapper itself. All other attributes are set on the loader.
     """
 
     def __init__(self, loader: Any, state_of: Any = None, **own: Any) -> None:
         self.__dict__.update(_loader=loader, **own)
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-            # in the instance: a runtime-checkable protocol does not look at __getattr__
+            # on the instance, because a runtime-checkable protocol ignores __getattr__
             shown = loader if state_of is None else state_of
             self.__dict__.update(state_dict=shown.state_dict, load_state_dict=shown.load_state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy and pickle ask before there is a loader
+            raise AttributeError(name)  # copy and pickle read attributes before there is a loader
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -247,7 +247,7 @@ class PredictionLoader(LoaderWrapper):
     """A loader whose batches a ``BasePredictionWriter`` gets together with the numbers of their samples.
 
     Args:
-        loader: iterates over the samples that its ``sampler`` plans; a :class:`BalancedSampler` of one epoch.
+        loader: a loader whose ``sampler`` is a :class:`BalancedSampler` of one epoch.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stages of any strategy's step on a timeline, and lines beside the progress bar: the bubble profiler's access to Lightning."""
+"""The bubble profiler's access to Lightning: stages of a step on a timeline, and text in the progress bar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(rank_zero.__name__)
 
 
 class ObservedLoader(LoaderWrapper):
-    """Any iterable of batches, with every ``next`` on the timeline."""
+    """An iterable of batches that records every ``next`` on the timeline."""
 
     def __init__(self, loader: Any, timeline: Timeline) -> None:
         super().__init__(loader, _timeline=timeline)
@@ -30,10 +30,10 @@ class ObservedLoader(LoaderWrapper):
 
 
 def stages_on(timeline: Timeline, strategy: Strategy) -> AbstractContextManager[None]:
-    """Have a strategy stamp ``timeline`` meanwhile; what it computes stays the same.
+    """Record the stages of a strategy's steps on ``timeline`` in the block, without changing results.
 
-    Seen are the training loader (if it is set up meanwhile), the batch's way to the device, forward, backward, DDP's wait for
-    its gradients and buffers, and the optimizer.
+    The stages are the training loader (if it is set up inside the block), the copy of the batch to the device, forward,
+    backward, DDP's waits for gradients and buffers, and the optimizer.
     """
     run_process_dataloader, run_batch_to_device = strategy.process_dataloader, strategy.batch_to_device
     run_training_step, run_backward, run_optimizer_step = strategy.training_step, strategy.backward, strategy.optimizer_step
@@ -66,17 +66,16 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> AbstractContextManager[
 
             return run_optimizer_step(optimizer, timed, *args, **kwargs)
 
-    # methods of this instance, whose class stays as it is: a run can be measured before a strategy of ours is adopted, and the
-    # Trainer's profiler slot stays the user's
+    # methods of the instance are replaced, so that any strategy can be measured and the Trainer's profiler stays the user's
     stamped = process_dataloader, batch_to_device, training_step, backward, optimizer_step
     return replaced(strategy, {method.__name__: method for method in stamped})
 
 
 class ProgressLine:
-    """A text among the metrics of the Trainer's progress bar; nothing if the Trainer has no bar.
+    """A text among the metrics of the Trainer's progress bar; without effect if the Trainer has no bar.
 
     Args:
-        name: of the metric; a metric of the user's that has this name keeps it, and the text's becomes ``freescale/name``.
+        name: the name of the text. If the user logs a metric with this name, the text is shown as ``freescale/name``.
     """
 
     def __init__(self, name: str) -> None:
@@ -84,7 +83,7 @@ class ProgressLine:
 
     @contextmanager
     def beside_bar(self, trainer: Trainer) -> Generator[None, None, None]:
-        """Have the Trainer's bar show the text meanwhile; the bar's class and the logged metrics stay as they are."""
+        """Show the text in the Trainer's bar in the block. The bar's class and the logged metrics do not change."""
         bar: Any = trainer.progress_bar_callback
         self._text = ""
         if bar is None or not getattr(bar, "is_enabled", True):
@@ -98,17 +97,17 @@ class ProgressLine:
                 return metrics
             return {**metrics, f"freescale/{self._name}" if self._name in metrics else self._name: self._text}
 
-        # the bar asks itself for its metrics whenever it draws, and offers no other way to add one that is no logged number
+        # the bar has no public method to add a metric that is not a logged number
         with replaced(bar, {"get_metrics": get_metrics}):
             yield
 
     def show(self, text: str) -> None:
-        """Replace the text; the bar shows it when it is drawn next."""
+        """Replace the text. The bar shows it the next time it is drawn."""
         self._text = text
 
 
 def log_but_on_terminal(text: str) -> None:
-    """Log a line where Lightning's own go, but not to the terminal, for what is printed there anyway; call it on rank 0."""
+    """Log text that the terminal already shows to the handlers of Lightning's logger that are no terminal. For rank 0 only."""
     if not _LOG.isEnabledFor(logging.INFO):
         return
     record = _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, text, (), None)
@@ -124,6 +123,6 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 
 
 def _is_terminal(handler: logging.Handler) -> bool:
-    # rich's handler has its stream in a console
+    # the handler of rich has its stream in a console
     stream: Any = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
     return stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)

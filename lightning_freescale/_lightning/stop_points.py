@@ -1,8 +1,8 @@
-"""Lets a SIGTERM, or SLURM's signal to requeue, stop all ranks at the same point of Lightning's loops.
+"""Stop points: a SIGTERM, or SLURM's signal to requeue, stops all ranks at the same point of Lightning's loops.
 
-Lightning's handler broadcasts from rank 0 wherever the signal finds the process, and its loops leave as soon as their own rank
-has the signal: a rank that alone has it waits for the others in a collective that they do not make. And its handler of SLURM's
-signal saves a checkpoint there, which takes all ranks.
+Lightning's own handler broadcasts from rank 0 wherever the signal interrupts the process, and a loop ends as soon as its rank
+has the signal. If only one rank gets the signal, it waits forever in a collective. Lightning's handler of SLURM's signal saves
+a checkpoint inside the handler, which needs all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _REQUEUE = "requeue"
 
 
 class StopPoints:
-    """The points between batches at which all ranks stop after one has had a signal.
+    """The points between batches at which all ranks stop after one rank got a signal.
 
     Args:
-        trainer: whose loops stop there, by SIGTERMException, as they do for a single rank.
-        request: called in the signal handler: all ranks are to stop, and why.
-        stops_at: passes a point; returns whether all ranks stop there.
-        why: returns why they do.
+        trainer: the Trainer, whose loops stop by SIGTERMException, as they do for a single rank.
+        request: requests all ranks to stop, for a reason; it is called in the signal handler.
+        stops_at: returns whether all ranks stop at a point.
+        why: returns the reason of the request.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StopPoints:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Replace what Lightning does; its handler is registered after the strategy is set up, so enter this before."""
+        """Replace Lightning's handlers and checks. Enter this before Lightning registers its handler, after strategy set-up."""
         connector: Any = self._trainer._signal_connector
         loop: Any = self._trainer.fit_loop.epoch_loop
         advance, notified = loop.advance, False
@@ -51,9 +51,9 @@ class StopPoints:
             nonlocal notified
             launcher = self._trainer.strategy.launcher
             if launcher is not None and not notified:
-                launcher.kill(signum)  # the processes that this one has started
+                launcher.kill(signum)  # the processes that this process has started
             notified = True
-            self._request(f"rank {self._trainer.global_rank} was told to stop, by SIGTERM")
+            self._request(f"rank {self._trainer.global_rank} received SIGTERM")
 
         def notify_of_requeue(signum: int, _: Any) -> None:
             self._request(_REQUEUE)
@@ -65,34 +65,34 @@ class StopPoints:
 
         handlers = {"_sigterm_notifier_fn": notify, "_slurm_sigusr_handler_fn": notify_of_requeue}
         methods: dict[str, Any] = {"advance": advance_or_stop}
-        if hasattr(loop, "_broadcast_sigterm_tensor"):  # not in every version: a broadcast before each batch
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # some versions broadcast before each batch
             methods["_broadcast_sigterm_tensor"] = lambda: None
         with replaced(connector, handlers), replaced(loop, methods):
             yield
 
     def begin_evaluation(self) -> None:
-        """Note that validation, test or prediction begins; ranks may have unequally many batches of it."""
+        """Begin validation, test or prediction, where ranks may have different numbers of batches."""
         self._step, self._batch = self._step + 1, 0
 
     def note_evaluation_batch(self) -> None:
-        """At a batch of validation or test, have the loop stop after it if all ranks do."""
+        """Pass a batch of validation or test, and make the loop stop after it if all ranks stop there."""
         self._batch += 1
-        # what is to be saved for the job that goes on is saved between batches of training
+        # the checkpoint for requeueing is saved between batches of training
         if self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
             self._set_received()
 
     def stop_at_prediction_batch(self) -> None:
-        """As :meth:`stop_here`."""
+        """Pass a batch of prediction, see :meth:`stop_here`."""
         self._batch += 1
         self.stop_here()
 
     def end_training(self) -> None:
-        """As :meth:`stop_here`, once training has ended."""
+        """Pass the end of training, see :meth:`stop_here`."""
         self._step, self._batch = self._step + 1, 0
         self.stop_here()
 
     def stop_here(self) -> None:
-        """Raise SIGTERMException if all ranks stop here, after a checkpoint for SLURM's requeueing if that is why."""
+        """Raise SIGTERMException if all ranks stop here. Save a checkpoint first if the reason is SLURM's requeueing."""
         if self._stops_at((self._step, self._batch)):
             self._set_received()
             if self._why() == _REQUEUE:
@@ -101,7 +101,7 @@ class StopPoints:
             raise SIGTERMException
 
     def explain(self, stopped: SIGTERMException) -> None:
-        """Have what has stopped the ranks say why; with a text a process ends with status 1, as one that is not done should."""
+        """Add the reason to the exception. With a text, a process exits with status 1, like any process that did not finish."""
         if self._why() and self._why() != _REQUEUE:
             stopped.code = f"{self._why()}: all ranks stop here"
             stopped.args = (stopped.code,)
@@ -111,9 +111,9 @@ class StopPoints:
 
 
 def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> AbstractContextManager[None]:
-    """Have ``tell`` know what ends the fit loop before callbacks do.
+    """Call ``tell`` with an error of the fit loop before callbacks see it.
 
-    They may save a checkpoint, which waits for ranks that do not know yet that this one has failed.
+    Callbacks may save a checkpoint, which waits for ranks that do not know yet that this rank has failed.
     """
     loop: Any = trainer.fit_loop
     run = loop.run

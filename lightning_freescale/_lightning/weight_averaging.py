@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average weights, over a module of whose tables this rank holds some rows only."""
+"""Lightning's callbacks that average weights, for a module with sharded tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_freescale.profiling.recording.observed_work import replaced
 
-_KIND: Any = getattr(callbacks, "WeightAveraging", ())  # not in every version
+_KIND: Any = getattr(callbacks, "WeightAveraging", ())  # some versions do not have it
 
 
 def averaging_callbacks(trainer: Trainer) -> list[Any]:
@@ -23,9 +23,9 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def postpone_copies(trainer: Trainer) -> None:
-    """Have these callbacks copy no module that is going to be sharded: they do so in ``setup``, before it is.
+    """Prevent these callbacks from copying a module in their ``setup`` that is sharded later.
 
-    A copy would have whole tables, also those that have no memory yet.
+    The copy would contain whole tables, including tables on the meta device.
     """
     for callback in averaging_callbacks(trainer):
         vars(callback)["setup"] = partial(_set_up, callback)
@@ -34,7 +34,7 @@ def postpone_copies(trainer: Trainer) -> None:
 def _set_up(callback: Any, trainer: Trainer, module: LightningModule, stage: str) -> None:
     def copied(memo: dict[int, Any]) -> nn.Module:
         del vars(module)["__deepcopy__"]
-        # asked here: configure_model, which the callback calls before, may make the tables
+        # evaluated here, because the callback first calls configure_model, which may create the tables
         return nn.Module() if trainer.strategy.restore_checkpoint_after_setup else deepcopy(module, memo)
 
     del vars(callback)["setup"]
@@ -43,11 +43,11 @@ def _set_up(callback: Any, trainer: Trainer, module: LightningModule, stage: str
 
 
 def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> None:
-    """Have a callback, whose copy was postponed, average what this rank holds, in this fit and after it.
+    """Make a callback with a postponed copy average the dense parameters and shards of this rank, in and after this fit.
 
     Args:
         callback: one of :func:`averaging_callbacks`.
-        averages: makes a :class:`lightning_freescale.strategy.weight_averaging.ShardAverages` on a device.
+        averages: creates a :class:`lightning_freescale.strategy.weight_averaging.ShardAverages` on a device.
     """
     average = callback._average_model
     own = averages(average.n_averaged.device)
@@ -83,7 +83,7 @@ def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> No
 def _while_averaging(
     callback: Any, average: AveragedModel, method: Callable[..., None], change: Callable[..., None], *args: Any
 ) -> None:
-    # a later fit, maybe under another strategy, makes another average
+    # a later fit, perhaps with another strategy, creates another average
     if callback._average_model is average:
         change(partial(method, callback), *args)
     else:

@@ -1,4 +1,4 @@
-"""Compare and log the plan of the steps while it is trained on, and find out how its batches are padded."""
+"""Checks and logs of the plan during training, and detection of padding in its batches."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shape
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 _MOST_STEPS = 12
-"""Steps after which batches that do not tell are taken to be jagged."""
+"""Steps after which batches without a sign of padding count as jagged."""
 _UNDECIDED_STEPS = 2
-"""Steps after which samples are sorted by length, so that batches differ."""
+"""Steps after which samples are sorted by length, so that batches differ in length."""
 _PREDICTED_STEPS = 8
-"""Steps that the forecast is made of."""
+"""Steps of the forecast in the log."""
 
 
 class BalanceMonitor:
-    """Compares and logs the plan of the training loader's sampler, and finds out how its batches are padded.
+    """Compares the plans of all ranks, logs their balance, and detects how batches are padded.
 
     Args:
-        trainer: the Trainer, with its loader in place.
-        timeline: where the comparison of plans is recorded.
-        group: a gloo group of all ranks for measurements alone, so that exchanges do not queue behind training's collectives.
-            None for a single rank.
+        trainer: the Trainer, after it has its training loader.
+        timeline: the timeline that records the comparison of plans.
+        group: the gloo group for measurements; None for a single rank.
     """
 
     def __init__(self, trainer: Trainer, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
         self.trainer = trainer
         self._timeline, self._group = timeline, group
         self._epoch: int | None = None
-        self._planned_by: tuple[Any, dict[str, Any]] = None, {}  # costs and options of that epoch: the next may have others
+        self._planned_by: tuple[Any, dict[str, Any]] = None, {}  # costs and options of the epoch
         self._reported = False
         self._sums = BalanceSums()
         self._logged_step = -1
@@ -55,7 +54,7 @@ class BalanceMonitor:
         return getattr(self.trainer.train_dataloader, "sampler", None)
 
     def start_step(self, step: int) -> float:
-        """Follow the plan to its ``step``-th batch, before ``training_step``, and return the factor for this rank's loss."""
+        """Log the plan of the ``step``-th batch before ``training_step``, and return the factor for this rank's loss."""
         sampler = self.sampler
         if hasattr(sampler, "balance"):
             if sampler.epoch != self._epoch:
@@ -65,39 +64,34 @@ class BalanceMonitor:
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def observe_padding(self, step: int, batch: Any) -> None:
-        """Look at the ``step``-th batch until the padding of batches is known. Collective until then."""
+        """Examine the ``step``-th batch until the padding of batches is known. Collective until then."""
         if self._padding is not None and self._padding.observe(self.sampler, step, batch):
             self._padding = None
             if self._plans_padding:
-                self._sums = BalanceSums()  # of the steps before, padding was unknown
+                self._sums = BalanceSums()  # without the previous steps, whose padding was not known
 
     def end_training(self) -> None:
-        """Report the last epoch, and stop."""
+        """Log the last epoch, and stop all exchanges."""
         self._end_epoch()
-        self.stop()
-
-    def stop(self) -> None:
-        """Exchange nothing any more; also after training that failed."""
         self._group = None
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank, on every rank. Collective."""
         return [value] if self._group is None else gather_objects(value, self._group)
 
     def _start_epoch(self, sampler: Any) -> None:
-        """Report the epoch before, and raise if the ranks have not the same plan: samples would be lost and repeated."""
+        """Log the previous epoch. Raise a RuntimeError if the plans of the ranks differ."""
         self._end_epoch()
         self._epoch, self._planned_by = sampler.epoch, (getattr(sampler, "costs", None), getattr(sampler, "options", {}))
         if self._group is None or not hasattr(sampler, "digest"):
             return
-        # here and not in the loader: a collective in an iterator would hang a program that reads a loader on one rank
+        # not in the loader, where a collective would hang a program that reads a loader on one rank
         with self._timeline.collective("plan"):
             digests = self._gather(sampler.digest())
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise RuntimeError(
-                f"the ranks plan epoch {sampler.epoch} differently: ranks {others} do not agree with rank 0, so samples would "
-                "be lost and repeated. Give every rank the same lengths, cost, seed and options, and a cost function without "
+                f"the plans of epoch {sampler.epoch} differ: ranks {others} do not agree with rank 0, so samples would be lost "
+                "or repeated. Pass the same lengths, cost, seed and options on every rank, and a cost function without "
                 "randomness"
             )
 
@@ -107,7 +101,7 @@ class BalanceMonitor:
 
     @property
     def _plans_padding(self) -> bool:
-        """Whether steps are planned for padded batches, these or later ones."""
+        """Whether the plans of current or later steps take padding into account."""
         train = map_style_data(self.trainer)
         return train is not None and train.plans_padding
 
@@ -117,11 +111,11 @@ class BalanceMonitor:
 
     def _log_step(self, balance: StepBalance) -> None:
         if balance.padding is None and self._plans_padding:
-            return  # the loader had read it before padding was known
+            return  # the loader read the step before padding was known
         self._sums.add_step(balance)
         trainer: Any = self.trainer
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
-        if due and trainer.global_step != self._logged_step:  # several batches may make one step
+        if due and trainer.global_step != self._logged_step:  # several batches may form one step
             self._logged_step = trainer.global_step
             self._log_scalars(BalanceReport.from_steps([balance]).scalars("step"))
 
@@ -145,7 +139,7 @@ class BalanceMonitor:
         lengths = None if train is None else train.lengths
         costs, given = self._planned_by
         options: dict[str, Any] = {"assignment_mode": given["assignment_mode"]}
-        if sampler.budget is None:  # else it is the limit
+        if sampler.budget is None:  # otherwise it limits the tokens
             options |= {"max_tokens_per_rank": given.get("max_tokens_per_rank"), "tokens": sampler.tokens}
         if train is not None and sampler.budget is None:
             options["assignment_mode"] = train.assignment_mode
@@ -154,7 +148,7 @@ class BalanceMonitor:
         epoch = sampler.epoch if self._epoch is None else self._epoch
         options["base"] = self._base_in(epoch)
         if sampler.options_in(epoch, sampler.batches.first_step(epoch))["assignment_mode"] != options["assignment_mode"]:
-            report = None  # the epoch began in another mode, so that its report mixes two modes and the forecast has one
+            report = None  # the epoch began in another mode, so its report mixes two modes
         options |= {name: getattr(sampler, name) for name in ("window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
 
@@ -164,7 +158,7 @@ class BalanceMonitor:
 
 
 class PaddingWatch:
-    """Observes the first batches of a fit on all ranks.
+    """Detects padding from the first batches of a fit on all ranks.
 
     Args:
         train: the training data, with lengths.
@@ -173,15 +167,15 @@ class PaddingWatch:
 
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather
-        self._given_fixed = train.padding == "fixed"  # the length is to be found out alone
+        self._given_fixed = train.padding == "fixed"  # only the length is unknown
         self._detector = PaddingDetector()
         self._steps, self._sorted, self._sorted_seen = 0, False, False
 
     def observe(self, sampler: Any, step: int, batch: Any) -> bool:
-        """Observe the ``step``-th batch of ``sampler``; return whether its padding is known, or will not be. Collective.
+        """Observe the ``step``-th batch of ``sampler``, and return whether detection has ended. Collective.
 
-        Batches look as if they were padded to a fixed length where the longest sample of each is cut to that length. So samples
-        of about the same length come together for some steps, at equal counts.
+        If the longest sample of every batch is cut to the same length, batches look as if they were padded to that length. So
+        samples of similar length are put together for some steps, with equal counts.
         """
         lengths: Any = self._train.lengths
         samples = sampler.batch_of_rank(sampler.epoch, step)
@@ -208,8 +202,8 @@ class PaddingWatch:
             self._train.pad_from(*following, padded=False)
         if self._given_fixed and padding != "fixed":
             rank_zero_info(
-                "strategy 'freescale': BalanceOptions(padding='fixed'), but the first batches do not show one length: "
-                "padding='auto' finds out how they are padded"
+                "strategy 'freescale': BalanceOptions(padding='fixed') is set, but the first batches do not have one length. "
+                "Pass padding='auto' to detect how they are padded"
             )
             return True
         self._train.padding = padding or "none"
@@ -217,14 +211,14 @@ class PaddingWatch:
             rank_zero_info(f"strategy 'freescale': {choice}")
         if padding == "fixed":
             self._train.padded_length = self._detector.padded_length
-            self._tell_fixed(sampler)
+            self._log_fixed(sampler)
         return True
 
     def _plan_for_padding(self, sampler: Any, first: tuple[int, int]) -> None:
         if not self._train.may_pad:
             rank_zero_info(
-                "strategy 'freescale': the batches are padded to their longest sample, and balanced as if they were not: "
-                "batch_tokens, balance=False and assignment_mode='zigzag' leave no other choice"
+                "strategy 'freescale': the batches are padded to their longest sample, but the plan ignores padding, because "
+                "of batch_tokens, balance=False or assignment_mode='zigzag'"
             )
             return
         self._train.pad_from(*first)
@@ -234,19 +228,19 @@ class PaddingWatch:
             report = BalanceReport.from_steps(sampler.step_plan(epoch, each).balance for each in ahead)
             rank_zero_info(
                 f"strategy 'freescale': the batches are padded to their longest sample, so {report.padding_unbalanced:.0%} of "
-                f"the computed tokens are padding. From step {first[1]} on, samples of about the same length come to the same "
-                f"rank and micro-batch. Predicted: {report.padding:.0%} are padding then, and the slowest rank computes "
-                f"{report.unbalanced / report.balanced:.2f} times less than with the samples as drawn. "
-                "BalanceOptions(padding='batch') does so from the first step on, padding='none' never"
+                f"the computed tokens are padding. From step {first[1]} on, samples of similar length go to the same rank and "
+                f"micro-batch. Prediction: {report.padding:.0%} are padding then, and the slowest rank computes "
+                f"{report.unbalanced / report.balanced:.2f} times less than without balancing. Pass BalanceOptions(padding="
+                "'batch') to start at the first step, or padding='none' to ignore padding"
             )
 
-    def _tell_fixed(self, sampler: Any) -> None:
+    def _log_fixed(self, sampler: Any) -> None:
         length, lengths = self._detector.padded_length, self._train.lengths
         assert length is not None
         assert lengths is not None
         cut = np.minimum(lengths, length)
         text = (
-            f"strategy 'freescale': every batch is padded to {length}, so all ranks compute the same, and "
+            f"strategy 'freescale': every batch is padded to {length}, so the load of all ranks is equal, and "
             f"{1 - cut.mean() / length:.0%} of the computed tokens are padding"
         )
         if self._train.may_pad:
@@ -254,13 +248,13 @@ class PaddingWatch:
             report = predict(cut, sampler.num_replicas, batch_size, padded=True, assignment_mode="free")
             fewer = length / (float(cut.mean()) * report.balanced)
             text += (
-                f". With a collate_fn that pads to the longest sample of the batch, the slowest rank is predicted to compute "
-                f"{fewer:.1f} times fewer tokens, balanced"
+                f". With a collate_fn that pads to the longest sample of the batch, and with balancing, the slowest rank is "
+                f"predicted to compute {fewer:.1f} times fewer tokens"
             )
         rank_zero_info(text)
 
 
 def _after(last: tuple[int, int], sampler: Any) -> tuple[int, int]:
-    """Return the first step behind the last one that any loader has read."""
+    """Return the step after the last one that a loader has read."""
     epoch, step = last
     return (epoch, step + 1) if step + 1 < len(sampler) else (epoch + 1, 0)

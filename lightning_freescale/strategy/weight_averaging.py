@@ -1,4 +1,4 @@
-"""The average of a module with sharded tables: each rank averages its own rows, and sends none of them."""
+"""Weight averages of a module with sharded tables: each rank averages its own rows without communication."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CURRENT = "current_model_state"
 
 
 def unfit_for_averages(tables: ShardedTables) -> dict[str, str]:
-    """Return the paths of collections whose rows are not all in the memory of their tables, each with the reason."""
+    """Return the paths of collections whose newest rows are not in the memory of their tables, each with the reason."""
     plans = {collection.path: module.freescale_sharding.plan for collection, module in tables.modules}
     cached = [path for path, plan in plans.items() if any(table.compute_kernel == _CACHED for table in plan.values())]
     return dict.fromkeys(cached, f"compute_kernel={_CACHED!r} keeps newer rows in a cache. Use 'fused' or 'fused_uvm'")
 
 
 class ShardAverages:
-    """What one callback averages: dense parameters, and this rank's rows.
+    """The averages of one callback: dense parameters and this rank's rows.
 
     Args:
-        strategy: that has sharded the tables of its module.
-        tables: these.
-        name: what the averages of tables are called in a folder.
-        device: where they are kept.
+        strategy: the strategy of the module.
+        tables: the sharded tables of the module.
+        name: the name of the averages in a folder.
+        device: the device of the averages.
 
     Attributes:
         module: the copy of the module that holds the averages.
@@ -49,20 +49,20 @@ class ShardAverages:
         self.module = deepcopy(self._live, copies).to(device)
 
     def drain(self) -> None:
-        """Bring the tables of the module up to date. Collective."""
+        """Apply pending updates of the tables. Collective."""
         self._strategy.drain()
 
     def writing_tables(self) -> AbstractContextManager[None]:
-        """Enter this around writes to the tables of the module. Collective."""
+        """Return a context for writes to the tables. Collective."""
         return self._strategy.writing_tables()
 
     def unsharded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict of ``module`` with whole tables, as they are saved. Collective."""
+        """Return the state dict of ``module`` with whole tables. Collective."""
         hold = self._strategy.files.hold()
         return module_state_dict(self._tables, state, **hold, shards=self._shards(), kind=(self._name,))
 
     def load(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the tables of a checkpoint, and return it with this rank's part in their places."""
+        """Return a checkpoint with this rank's shards in place of its tables."""
         found, names = dict(checkpoint), self._tables.state_dict_keys()
         held = {name: value for name, value in self.module.state_dict().items() if name in names}
         found["state_dict"] = loaded_state(self._tables, self._shards(), checkpoint["state_dict"], held)
@@ -71,10 +71,9 @@ class ShardAverages:
         return found
 
     def _shards(self) -> Iterator[Shard]:
-        """Yield this rank's shards with the averages as their weights."""
         live, averages = dict(self._live.named_parameters()), dict(self.module.named_parameters())
         for shard in self._tables.shards():
-            # a parameter has all shards of its table, one after the other
+            # a parameter contains all shards of its table, one after the other
             whole, average = live[shard.table.key], averages[shard.table.key].detach()
             first = shard.weight.storage_offset() - whole.storage_offset()
             weight = average.as_strided(shard.weight.shape, shard.weight.stride(), first)
@@ -82,7 +81,7 @@ class ShardAverages:
 
 
 class _AveragedCollection(nn.Module):
-    """Stands in the average of a module for a sharded collection, with its parameters, by their names."""
+    """A module with the parameters of a sharded collection, as its substitute in the average."""
 
     def __init__(self, sharded: nn.Module, device: torch.device) -> None:
         super().__init__()

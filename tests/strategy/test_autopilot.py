@@ -171,7 +171,7 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
         run.train(2 * LONGEST + 20)
     assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False, "micro_batches": 1}
     assert run.schedule.measured is None
-    assert f"of {2 * LONGEST} steps not {MEASURED} of each" in caplog.text
+    assert f"In {2 * LONGEST} steps, fewer than {MEASURED} of each" in caplog.text
     again = run.resumed()
     again.train()
     assert again.autopilot.values == {"split_backward": False, "micro_batches": 4}, "it may have steps that can be timed"

@@ -156,8 +156,8 @@ def test_other_batches_are_balanced_as_before() -> None:
             told = found["fixed"]["told"]
             assert f"every batch is padded to {CAP}" in told and "times fewer tokens" in told
             assert f"every batch is padded to {CAP}" in found["said"]["told"]
-            assert "do not show one length" in found["wrong"]["told"] and found["wrong"]["padding"] == "fixed"
-            assert "padded" not in found["none"]["told"] and "balanced as if they were not" in found["alike"]["told"]
+            assert "do not have one length" in found["wrong"]["told"] and found["wrong"]["padding"] == "fixed"
+            assert "padded" not in found["none"]["told"] and "the plan ignores padding" in found["alike"]["told"]
         for weight, value in found["none"]["weights"].items():
             torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
 

@@ -1,1 +1,1 @@
-"""Settings and costs that a fit chooses by measuring its own steps."""
+"""Measurement of training steps, to fit the costs of samples and to choose settings."""

@@ -1,4 +1,4 @@
-"""Chooses the settings of a run by what they do to its steps: one change at a time, on all ranks alike."""
+"""Autopilot: choose settings by measuring training steps, one change at a time and the same on all ranks."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Place: TypeAlias = tuple[int, int]
 
 _CHECK = "all changes"
 _MARGIN = 8
-"""Steps that a rank's loader may read while the ranks agree."""
+"""Steps that a rank's loader may read ahead while the ranks agree."""
 _MOST_TRIALS = 2
-"""Of a setting: one that was refused may help beside another that was kept."""
+"""Trials of a setting. A setting that was rejected may help after another one was kept."""
 
 
 @dataclass
 class Progress:
-    """How far the choice has come; the same on every rank, and what a checkpoint has of it.
+    """The state of the choice; the same on every rank, and saved in checkpoints.
 
     Attributes:
-        start: the values at the beginning.
-        kept: those found best so far.
-        untried: settings still to be tried, in this order.
-        tried: how often each has been.
-        remaining: share of the time lost at the beginning that is still lost.
-        checked: the values that were compared with those at the beginning last.
-        frozen: nothing will be changed any more.
+        start: the initial values.
+        kept: the best values so far.
+        untried: settings to try, in this order.
+        tried: the number of trials of each setting.
+        remaining: share of the initial lost time that is still lost.
+        checked: the values that were last compared with the initial ones.
+        frozen: whether the choice is final.
     """
 
     start: Values
@@ -57,25 +57,25 @@ class Progress:
 
     @property
     def reduction(self) -> float:
-        """Share of the bubble at the beginning that is gone."""
+        """The share of the initial bubble time that is removed."""
         return 1.0 - self.remaining
 
 
 class Autopilot:
-    """Tries the values of one setting after the other, keeps what makes steps quicker, and stops when that is enough.
+    """Tries the values of one setting after the other, keeps values that make steps faster, and stops at the target.
 
-    It ends with a trial of all that it has changed against what there was at the beginning: what does not win that is undone.
-    ``FreeScaleDataModule(micro_batches="auto")`` alone is one trial of one setting, without a target.
+    The last trial compares all changes with the initial values, and undoes them if they are not faster. Without a target,
+    ``FreeScaleDataModule(micro_batches="auto")`` is one trial of one setting.
 
     Args:
         trainer: the Trainer.
-        settings: the values that each setting may have, by its name and in the order in which they are tried.
-        start: the values at the beginning.
-        schedule: of the micro-batches, if they are among the settings.
-        table_step: its ``split_backward`` is switched.
-        gather: returns the values of all ranks, see :func:`.gather_objects`; None if there is one rank.
-        times: tell what part of a step is compute; needed for a target.
-        target: share of the bubble that is enough to remove; None for one trial of each setting.
+        settings: the allowed values of each setting, by its name and in the order of the trials.
+        start: the initial values.
+        schedule: the schedule of the micro-batches, if they are among the settings.
+        table_step: the step whose ``split_backward`` is switched.
+        gather: returns the values of all ranks, see :func:`.gather_objects`; None for a single rank.
+        times: compute times of the steps; needed with a target.
+        target: share of the bubble to remove; None for one trial of each setting.
     """
 
     def __init__(
@@ -93,34 +93,35 @@ class Autopilot:
         self._trainer, self._settings, self._target = trainer, settings, target
         self._schedule = schedule if MICRO_BATCHES in settings else None
         self._table_step = table_step if SPLIT_BACKWARD in settings else None
-        self._gather_objects, self._times = gather, times
+        self._gather = gather or (lambda value: [value])
+        self._times = times
         self._clock = clock_for(torch.device(trainer.strategy.root_device))
         self._progress = Progress(dict(start), dict(start), list(settings), Counter())
         self._turns: Turns[Values] = Turns([self._progress.kept])
         self._trial: SettingTrial | None = None
         self._tries, self._unmeasured = "", False
-        if self._target is None:  # the schedule has its candidates take turns from the first step on
+        if self._target is None:  # candidates of the schedule alternate from the first step on
             self._tries = self._progress.untried.pop(0)
             self._turns = Turns(self._candidates())
             self._trial = self._new_trial()
 
     @property
     def frozen(self) -> bool:
-        """Whether all is decided."""
+        """Whether the choice is final."""
         return self._progress.frozen
 
     @property
     def values(self) -> Values:
-        """The values found best so far."""
+        """The best values so far."""
         return dict(self._progress.kept)
 
     def start_step(self, epoch: int, step: int, cost: float) -> None:
-        """Begin a step with its settings. Collective when it decides, and in the first step.
+        """Begin a step with its settings. Collective in the first step and in steps that decide.
 
         Args:
-            epoch: of the step.
-            step: of the epoch.
-            cost: predicted, of the rank that has most to compute; 0 if unknown.
+            epoch: the epoch of the step.
+            step: the index of the step in the epoch.
+            cost: the predicted cost of the slowest rank; 0 if unknown.
         """
         if not self.frozen and self._trial is None:
             self._try_next(max(self._gather(self._handed_out(epoch, step))))
@@ -132,36 +133,39 @@ class Autopilot:
             self._table_step.split_backward = self._turns.candidate(epoch, step)[SPLIT_BACKWARD]
 
     def pause(self) -> None:
-        """Leave the step that is under way out: something else runs in it."""
+        """Exclude the current step from the measurement, because validation runs inside it."""
         if self._trial is not None:
             self._trial.pause()
 
     def end_training(self) -> None:
-        """Say so where training has ended before the choice."""
+        """Log the values so far if training has ended before the choice is final."""
         if not self.frozen and self._target is not None:
             rank_zero_info(
-                f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): training has ended before all was tried; "
-                f"{self._told(self._progress.kept)} so far. A run that resumes from a checkpoint goes on there"
+                f"{self._option}: training has ended before all settings were tried; {self._text(self._progress.kept)} so far. "
+                "A run that resumes from a checkpoint continues the trials"
             )
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run that resumes goes on with, in plain values; the same on every rank."""
+        """Return the state for a run that resumes, in plain values; the same on every rank."""
         if self._target is None:
             return {}
         progress = vars(self._progress) | {"tried": dict(self._progress.tried)}
-        under_way = [self._tries] if self._tries in self._settings else []
-        progress["untried"] = under_way + self._progress.untried
-        progress["frozen"] &= not self._unmeasured  # a run that goes on may have longer epochs
+        current = [self._tries] if self._tries in self._settings else []
+        progress["untried"] = current + self._progress.untried
+        progress["frozen"] &= not self._unmeasured  # a run that resumes may have longer epochs
         return {"ranks": self._trainer.world_size, "target": self._target, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what an earlier run has found, if it had as many ranks, this target and these settings to choose from.
+        """Continue from the state of another run, if it had the same number of ranks, target and settings.
 
         Call it before the first step.
         """
-        if not fits(state, self._trainer.world_size, self._target, self._settings):
+        same_run = (state.get("ranks"), state.get("target")) == (self._trainer.world_size, self._target)
+        if not same_run or state["kept"].keys() != self._settings.keys():
+            return
+        if not all(value in self._settings[name] for name, value in state["kept"].items()):
             return
         if self._schedule is not None and self._schedule.chosen != state["kept"][MICRO_BATCHES]:
             return  # the loader was read before the checkpoint
@@ -172,14 +176,14 @@ class Autopilot:
     # -- trials
 
     def _try_next(self, last: Place) -> Place:
-        """Let the candidates for the next setting take turns, some steps after the last one that any loader has read."""
+        """Alternate the candidates of the next setting, from a step after ``last``, the last step that a loader has read."""
         progress = self._progress
         self._tries = progress.untried.pop(0) if progress.untried and not self._is_enough() else _CHECK
         self._trial = self._new_trial()
         return self._change(self._candidates(), last)
 
     def _candidates(self) -> list[Values]:
-        """Return what is compared; the first is what all others are compared with."""
+        """Return the values to compare; the first ones are the reference."""
         kept, name = self._progress.kept, self._tries
         if name == _CHECK:
             return [self._progress.start, kept]
@@ -206,12 +210,14 @@ class Autopilot:
             self._count(chosen, found)
         progress.kept = candidates[chosen]
         self._tries = ""
-        goes_on = self._target is not None and self._is_left()
-        begin = self._try_next(last) if goes_on else self._freeze(last)
-        self._tell(candidates, chosen, found, begin)
+        # changes that were not compared with the initial values are still to be checked
+        unchecked = progress.kept not in (progress.start, progress.checked)
+        is_left = unchecked or (bool(progress.untried) and not self._is_enough())
+        begin = self._try_next(last) if self._target is not None and is_left else self._freeze(last)
+        self._log(candidates, chosen, found, begin)
 
     def _count(self, chosen: int, found: SettingComparison) -> None:
-        """Note that a setting was tried; those refused before may help beside what is kept now."""
+        """Count the trial. If a value was kept, try settings again that were rejected before, because they may help now."""
         progress = self._progress
         progress.tried[self._tries] += 1
         if not chosen:
@@ -228,12 +234,6 @@ class Autopilot:
     def _is_enough(self) -> bool:
         return self._target is None or self._progress.reduction >= self._target
 
-    def _is_left(self) -> bool:
-        """Whether something is still to be tried, or to be checked."""
-        progress = self._progress
-        unchecked = progress.kept not in (progress.start, progress.checked)
-        return unchecked or (bool(progress.untried) and not self._is_enough())
-
     def _freeze(self, last: Place) -> Place:
         self._progress.frozen = True
         return self._change([self._progress.kept], last)
@@ -242,13 +242,13 @@ class Autopilot:
         self._unmeasured = True
         epoch, step = self._freeze(last)
         rank_zero_info(
-            f"{self._asked}: {self._told(self._progress.kept)} from step {step} of epoch {epoch} on, unmeasured: of {steps} "
-            f"steps not {MEASURED} of each candidate could be timed, as epochs have fewer than 3 steps, or validation follows "
-            "on nearly every step. Choose by hand, or validate less often"
+            f"{self._option}: {self._text(self._progress.kept)} from step {step} of epoch {epoch} on, unmeasured. In {steps} "
+            f"steps, fewer than {MEASURED} of each candidate could be timed, because epochs have fewer than 3 steps, or "
+            "validation follows almost every step. Set the value yourself, or validate less often"
         )
 
     def _change(self, candidates: list[Values], last: Place) -> Place:
-        """Let candidates take turns, or have one for good, some steps after the last one that any loader has read."""
+        """Alternate the candidates, or use a single one, from a step after ``last``, and return that step."""
         epoch, step = last[0], last[1] + (1 if self._schedule is None else _MARGIN)
         self._turns.change(candidates, epoch, step)
         if self._schedule is not None:
@@ -262,57 +262,40 @@ class Autopilot:
     def _handed_out(self, epoch: int, step: int) -> Place:
         return (epoch, step) if self._schedule is None else max((epoch, step), self._schedule.handed_out)
 
-    def _gather(self, value: Any) -> list[Any]:
-        return [value] if self._gather_objects is None else self._gather_objects(value)
-
     # -- messages
 
     @property
-    def _asked(self) -> str:
+    def _option(self) -> str:
         if self._target is None:
             return "FreeScaleDataModule(micro_batches='auto')"
         return f"FreeScaleStrategy(target_bubble_reduction={self._target:g})"
 
-    def _told(self, values: Values) -> str:
+    def _text(self, values: Values) -> str:
         if self._target is None:
             return str(values[MICRO_BATCHES])
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
-    def _tell(self, candidates: list[Values], chosen: int, found: SettingComparison, begin: Place) -> None:
+    def _log(self, candidates: list[Values], chosen: int, found: SettingComparison, begin: Place) -> None:
         def differing(values: Values) -> str:
             names = [name for name in self._settings if len({str(each[name]) for each in candidates}) > 1]
-            return self._told({name: values[name] for name in names})
+            return self._text({name: values[name] for name in names})
 
         progress = self._progress
-        decided = differing(candidates[chosen])
-        took = ", ".join(f"{1000 * time:.1f} ms with {differing(each)}" for each, time in zip(candidates, found.seconds))
+        times = ", ".join(f"{1000 * time:.1f} ms with {differing(each)}" for each, time in zip(candidates, found.seconds))
         scalars = {f"freescale/{name}": float(value) for name, value in progress.kept.items()}
-        if self._target is None:
-            text = (
-                f"FreeScaleDataModule(micro_batches='auto'): {decided} from step {begin[1]} of epoch {begin[0]} on; a step "
-                f"took {took}"
-            )
-        else:
+        text = (
+            f"{self._option}: {differing(candidates[chosen])} from step {begin[1]} of epoch {begin[0]} on; a step took {times}"
+        )
+        if self._target is not None:
             before, after = found.bubble(), found.bubble(chosen)
-            text = (
-                f"FreeScaleStrategy(target_bubble_reduction={self._target:g}): {decided} from step {begin[1]} of epoch "
-                f"{begin[0]} on; a step took {took}; the bubble was {before:.1%} before, is {after:.1%}; of the time lost at "
-                f"the beginning {progress.reduction:.1%} is gone"
+            text += (
+                f"; the bubble fell from {before:.1%} to {after:.1%}; {progress.reduction:.1%} of the initial bubble is removed"
             )
             scalars |= {"freescale/autopilot/bubble_before": before, "freescale/autopilot/bubble_after": after}
             scalars |= {"freescale/autopilot/reduction": progress.reduction}
             if self.frozen:
-                why = "the target is met" if self._is_enough() else "nothing else is left to try"
-                text += f". Final, as {why}: {self._told(progress.kept)}"
+                why = "the target is met" if self._is_enough() else "there is nothing left to try"
+                text += f". The choice is final, because {why}: {self._text(progress.kept)}"
         rank_zero_info(text)
         for logger in self._trainer.loggers:
             logger.log_metrics(scalars, step=self._trainer.global_step)
-
-
-def fits(state: Mapping[str, Any], ranks: int, target: float | None, settings: Mapping[str, Sequence[Any]]) -> bool:
-    """Return whether the state of a checkpoint's run applies to this run."""
-    return (
-        (state.get("ranks"), state.get("target")) == (ranks, target)
-        and state["kept"].keys() == settings.keys()
-        and all(value in settings[name] for name, value in state["kept"].items())
-    )

@@ -1,4 +1,4 @@
-"""Costs fitted to the compute times that the strategy measures while it trains."""
+"""Fit the costs of samples to compute times that the strategy measures during training."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 WARMUP = 3
-"""First steps of a fit, which allocate and compile, are not measured."""
+"""First steps of a fit that are not measured, because they allocate and compile."""
 WINDOW, FEW = 25, 5
-"""Steps between two exchanges of measured times; and how many are enough where an epoch ends, before the next is planned."""
+"""Steps between two exchanges of measured times, and the smaller number that is enough at the end of an epoch."""
 LAG = 3
-"""On a device, the newest steps wait for the next exchange: they may still be running."""
+"""Newest steps on a device that wait for the next exchange, because they may still be running."""
 COMPARED_STEPS = 4
 """Steps on which two cost models are compared."""
-WORTH = 0.05
-"""To give slow ranks less work is worth it if it lowers the imbalance, as the fit sees it, by more than this share."""
 
 _KEPT = 32
 """Steps whose records are kept."""
 
 
 class ComputeTimes:
-    """Opens and closes the timeline's steps, unless a profiler does, and knows the compute times of the last ones.
+    """Starts and ends the timeline's steps, unless a profiler does, and provides the compute times of the last steps.
 
     Args:
-        timeline: enabled.
+        timeline: an enabled timeline.
 
     Attributes:
-        step: number of the step that has begun last, from 0 on.
+        step: the number of the current step, from 0 on.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -55,11 +53,11 @@ class ComputeTimes:
 
     @property
     def on_host(self) -> bool:
-        """Whether a step that has ended was computed, too: nothing runs behind the host."""
+        """Whether all work runs on the host, so that an ended step is also computed."""
         return self._timeline.on_host
 
     def start_step(self) -> None:
-        """Begin the next step; call it before ``training_step``."""
+        """Begin the next step. Call it before ``training_step``."""
         if self._drives:
             self._timeline.close_step()
         self.step += 1
@@ -67,14 +65,11 @@ class ComputeTimes:
             self._timeline.open_step()
 
     def seconds(self, step: int) -> float:
-        """Return the compute time of a step that has ended, 0 if it was not recorded or is too long ago.
-
-        Waits for the device, if that has not come so far.
-        """
+        """Return the compute time of an ended step, after waiting for the device; 0 if the record is missing."""
         return self._seconds(self._records.get(step))
 
     def later(self, step: int) -> Callable[[], float]:
-        """Return what will tell the same, however long ago that will be."""
+        """Return a function that returns ``seconds(step)`` at any later time."""
         return partial(self._seconds, self._records.get(step))
 
     def _seconds(self, record: StepRecord | None) -> float:
@@ -82,11 +77,11 @@ class ComputeTimes:
         if record is None or clock is None:
             return 0.0
         (resolved,) = resolve([record], clock)
-        # the rank's own arrivals: whatever it waited for, it did not compute
+        # with the rank's own arrivals, all time in collectives counts as waiting and not as compute
         return attribute(resolved, [collective.arrive for collective in resolved.collectives]).compute
 
     def stop(self) -> None:
-        """Stop recording; the timeline goes off unless a profiler drives it."""
+        """Stop recording, and disable the timeline unless a profiler drives it."""
         self._timeline.on_step = None
         if self._drives:
             self._timeline.disable()
@@ -97,12 +92,12 @@ class ComputeTimes:
 
 
 class PredictedAndMeasured:
-    """The imbalance of the newest epoch's measured steps, as it was predicted and as it was.
+    """The predicted and the measured imbalance of the newest epoch's measured steps.
 
     Attributes:
-        epoch, steps: which, and how many.
-        predicted: mean of the steps' predicted imbalance, each weighted by its compute.
-        measured: max over ranks of compute / mean.
+        epoch, steps: the epoch, and the number of its measured steps.
+        predicted: mean of the steps' predicted imbalance, weighted by compute.
+        measured: maximum over ranks of compute / mean, in the same mean.
     """
 
     def __init__(self) -> None:
@@ -114,7 +109,7 @@ class PredictedAndMeasured:
         self.predicted = self.measured = 1.0
 
     def add_steps(self, epoch: int, predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
-        """Add steps of an epoch: each rank's load as predicted, in any unit, and its compute; shape ``[steps, ranks]``."""
+        """Add steps of an epoch: predicted load (any unit) and compute of each rank, both of shape ``[steps, ranks]``."""
         if epoch != self.epoch:
             self._start_epoch(epoch)
         self.steps, self._ranks = self.steps + len(seconds), seconds.shape[1]
@@ -124,34 +119,30 @@ class PredictedAndMeasured:
         self.predicted = (self.predicted * before + float(of_step @ mean)) / self._seconds
         self.measured = (self.measured * before + float(seconds.max(axis=1).sum())) / self._seconds
 
-    def tell(self, scatter: float) -> str:
-        """Return both as text, which says when they part by more than times that ``scatter`` around the fit explain.
-
-        Args:
-            scatter: median relative error of single times.
-        """
+    def text(self, scatter: float) -> str:
+        """Return both as text. Mention a difference that ``scatter``, the median relative error of times, does not explain."""
         figures = f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured"
-        # the largest of as many normal numbers, whose median absolute deviation is known (Blom 1958)
+        # expected maximum of as many normal numbers with a known median absolute deviation (Blom 1958)
         jitter = 1.4826 * scatter * NormalDist().inv_cdf((self._ranks - 0.375) / (self._ranks + 0.25))
-        text = f"{figures} in {self.steps} steps of epoch {self.epoch}, of which jitter of single times makes {jitter:.3f}"
+        text = f"{figures} in {self.steps} steps of epoch {self.epoch}; jitter of single times explains {jitter:.3f}"
         apart = self.measured - self.predicted
         apart -= min(max(apart, 0.0), jitter)
         if abs(apart) <= PARTED:
             return text
         return text + (
-            f": they part by {apart:.3f} beyond that. Ranks that are slower whatever they compute, or costs that no CostModel "
-            "explains: BubbleProfiler() tells which"
+            f". They differ by another {apart:.3f}: some ranks may always be slower, or no CostModel explains the costs. "
+            "BubbleProfiler() shows the cause"
         )
 
 
 class CostCalibrator:
-    """Measures every rank's compute time, fits on rank 0, and has the data module plan by the fit once that predicts better.
+    """Measures the compute time of every rank, fits costs on rank 0, and uses the fit for planning if it predicts better.
 
     Args:
         trainer: the Trainer.
         data: its data module.
-        times: of the steps.
-        group: of all ranks, of CPU tensors.
+        times: compute times of the steps.
+        group: a process group of all ranks for CPU tensors.
     """
 
     def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup) -> None:
@@ -161,15 +152,15 @@ class CostCalibrator:
         before = self._costs.newest_refit
         self._calibration = Calibration(None if before is None else before.model)
         self._lag = 0 if times.on_host else LAG
-        self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, cost as given, cost as planned
+        self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, given cost, planned cost
         self._found = PredictedAndMeasured()
-        self._told_of_fit, self._scatter = False, 0.0
+        self._logged_fit, self._scatter = False, 0.0
         self._reported_slow: set[int] = set()
         self.stopped = self._costs.costs_are_final
-        """Whether nothing more is to be measured."""
+        """Whether measuring has ended."""
 
     def start_step(self, sampler: Any, step: int) -> None:
-        """Measure the ``step``-th batch of ``sampler``; call it before ``training_step``."""
+        """Measure the ``step``-th batch of ``sampler``. Call it before ``training_step``."""
         if self.stopped:
             return
         ended = len(self._rows) - self._lag
@@ -183,18 +174,18 @@ class CostCalibrator:
             self._rows.append((sampler.epoch, np.array([*row, planned + self._costs.base_in(sampler.epoch)])))
 
     def end_training(self) -> None:
-        """Say what has become of the costs, unless that was said."""
+        """Log the predicted and the measured imbalance, unless they were logged with the final costs."""
         if not self.stopped and self._found.steps and self.trainer.is_global_zero:
-            rank_zero_info(f"strategy 'freescale': {self._found.tell(self._scatter)}")
+            rank_zero_info(f"strategy 'freescale': {self._found.text(self._scatter)}")
 
     def _exchange(self, sampler: Any, ended: int) -> None:
-        """Gather all ranks' windows of ``ended`` steps, fit on rank 0, and use the fit on all ranks from the next epoch on."""
+        """Gather ``ended`` steps of all ranks, fit on rank 0, and use the fit on all ranks from the next epoch on."""
         first = self._times.step - len(self._rows)
         seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
         window, self._rows = self._rows[:ended], self._rows[ended:]
         everyone = gather_numbers(np.column_stack([np.stack([row for _, row in window]), seconds]), self._group)
         fit, result, failed = None, None, ""
-        # least squares on another processor may differ in the last digit: rank 0 fits, and sends the result to the others
+        # only rank 0 fits, because least squares may differ in the last digit on another processor
         if self.trainer.is_global_zero:
             calibration = self._calibration
             try:
@@ -207,7 +198,7 @@ class CostCalibrator:
         result, failed = broadcast_from_first_rank((result, failed), self._group)
         if failed:
             self.stopped = True
-            rank_zero_warn(f"calibration failed on rank 0, so the costs stay as they are: {failed}")
+            rank_zero_warn(f"calibration failed on rank 0, so the costs do not change: {failed}")
         elif result is not None:
             model, base, frozen = result
             before = self._costs.newest_refit or Refit(None, 0.0)
@@ -217,7 +208,7 @@ class CostCalibrator:
                 self._log(fit, *imbalances, sampler)
 
     def _fit(self, epochs: list[int], everyone: list[NDArray[np.float64]]) -> CostFit | None:
-        """Fit the times of all ranks, on rank 0; None if there are too few."""
+        """Fit the times of all ranks; None if there are too few."""
         rows = np.stack(everyone, axis=1)
         seconds = rows[..., -1]
         for epoch in sorted(set(epochs)):
@@ -227,7 +218,7 @@ class CostCalibrator:
         return self._calibration.add_window(rows[..., :4], seconds, rows[..., 4])
 
     def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
-        """Return the imbalance, as the fit sees it, of plans as they are and as the fit would make them."""
+        """Return the imbalance of the current plans and of plans by the fit, both with the costs of the fit."""
         steps = range(sampler.first_step, len(sampler))[:COMPARED_STEPS]
         batches = [sampler.global_batch(sampler.epoch, step) for step in steps]
         fitted = [self._costs.costs_by(fit.model, batch) for batch in batches]
@@ -251,19 +242,19 @@ class CostCalibrator:
         }
         for logger in self.trainer.loggers:
             logger.log_metrics(scalars, step=self.trainer.global_step)
-        if self._calibration.improved and not self._told_of_fit:
-            self._told_of_fit = True
+        if self._calibration.improved and not self._logged_fit:
+            self._logged_fit = True
             rank_zero_info(
-                f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the costs "
-                f"in use, with a median error of {fit.residual:.1%} of {fit.observations}, and is used from epoch "
-                f"{sampler.epoch + 1} on. By it the plan in use has imbalance {imbalance_current:.3f}, one made with it "
-                f"{imbalance_fitted:.3f}. For runs that repeat to the bit: BalanceOptions(calibrate=False)"
+                f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the current "
+                f"costs, with a median error of {fit.residual:.1%} over {fit.observations} times. It is used from epoch "
+                f"{sampler.epoch + 1} on. According to it, the current plan has imbalance {imbalance_current:.3f} and a plan "
+                f"made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass BalanceOptions(calibrate=False)"
             )
         if self._calibration.frozen:
-            rank_zero_info(
-                f"strategy 'freescale': the costs are final and no longer measured; {self._found.tell(self._scatter)}"
-            )
+            rank_zero_info(f"strategy 'freescale': the costs are final. Measuring has ended: {self._found.text(self._scatter)}")
         for rank, times in fit.slow_ranks().items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)
-                rank_zero_warn(f"rank {rank} takes {times:.2f} times what its samples explain: a slow or shared device?")
+                rank_zero_warn(
+                    f"rank {rank} takes {times:.2f} times as long as its samples explain. Is its device slow or shared?"
+                )

@@ -1,4 +1,4 @@
-"""Candidates for the settings of a run, compared by the time that steps take while they take turns."""
+"""Comparison of candidate settings by the wall time of steps that alternate between them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any, TypeAlias
 from lightning_freescale.profiling.recording.records import Clock
 
 MEASURED = 15
-"""Steps of each candidate."""
+"""Measured steps of each candidate."""
 LONGEST = 100
-"""Steps of a trial for each candidate, those that cannot be timed included; then it ends without a result."""
+"""Steps of a trial per candidate, including steps that cannot be timed, after which it ends without a result."""
 WORTH_IT = 0.01
 """Share of a step that a candidate must save."""
 AGREEING = 0.7
-"""Share of the pairs of steps in which it must be the quicker one: chance alone makes some candidate quickest."""
+"""Share of the pairs of steps in which a candidate must be faster. By chance alone, some candidate is always the fastest."""
 
 
 Measured: TypeAlias = tuple[float, float]
 """A step of one rank: its wall time in seconds, and its predicted cost (0 if unknown)."""
 Measurements: TypeAlias = tuple[list[list[Measured]], list[float]]
-"""The steps of each candidate that one rank has measured, in their order, and the compute times of those of the first candidate
-in seconds. There are no compute times if nothing asks for the time that is lost."""
+"""One rank's measured steps of each candidate in order, and the compute times in seconds of the first candidate's steps. The
+compute times are empty if they were not requested."""
 
 
 @dataclass(frozen=True)
 class SettingComparison:
-    """What the candidates are worth against the first of them, in seconds, as means over ranks.
+    """Comparison of candidates with the first one, in seconds, as means over ranks.
 
     Attributes:
-        seconds: of a step with each candidate; the median, at the mean cost.
-        saved: what each saves; the median over pairs of steps.
-        agreeing: share of the pairs in which each is quicker.
-        compute: of a step with the first; the median.
+        seconds: the median time of a step with each candidate, at the mean cost.
+        saved: the median time that each candidate saves, over pairs of steps.
+        agreeing: the share of the pairs in which each candidate is faster.
+        compute: the median compute time of a step with the first candidate.
     """
 
     seconds: list[float]
@@ -45,7 +45,7 @@ class SettingComparison:
 
     @property
     def best(self) -> int:
-        """The candidate that saves most; the first, if none saves enough."""
+        """The candidate that saves most; the first one if none saves enough."""
         worth_it = [
             index
             for index, saved in enumerate(self.saved)
@@ -54,85 +54,77 @@ class SettingComparison:
         return max(worth_it, key=lambda index: self.saved[index], default=0)
 
     def lost(self, index: int = 0) -> float:
-        """Return the seconds of a step with a candidate that are not the compute it takes with the first one.
+        """Return the seconds of a step with a candidate beyond the compute time of the first candidate.
 
-        What a candidate adds to compute is lost as well: else the bubble would fall where the step takes longer.
+        Additional compute of a candidate counts as lost. Otherwise the bubble would fall although the step takes longer.
         """
         return max(0.0, self.seconds[0] - self.saved[index] - self.compute)
 
     def remaining(self, index: int) -> float:
-        """Return the share of the time lost with the first candidate that is lost with another; 0 if nothing was."""
+        """Return the time lost with a candidate as a share of the time lost with the first one; 0 if nothing was lost."""
         return self.lost(index) / self.lost() if self.lost() else 0.0
 
     def bubble(self, index: int = 0) -> float:
-        """Return the bubble with a candidate."""
+        """Return the bubble with a candidate: lost time as a share of the step."""
         seconds = self.seconds[0] - self.saved[index]
         return self.lost(index) / seconds if seconds > 0 else 0.0
 
 
 @dataclass
 class _Step:
-    """A step that has begun: its place, the candidate that it measures, if any, and when it began."""
-
     epoch: int
     step: int
-    candidate: int | None
+    candidate: int | None  # None for a step that measures none
     cost: float
     number: int
-    start: Any
-
-    def is_followed_by(self, other: _Step) -> bool:
-        """Whether the time between the two is that of one step."""
-        return (other.epoch, other.step) == (self.epoch, self.step + 1)
+    start: Any  # stamp of the clock
 
 
 class SettingTrial:
     """Times this rank's steps until each candidate has been measured often enough.
 
     Args:
-        candidates: how many.
-        clock: of the rank's device.
-        compute: returns, of a step that has just ended, by its number, what will tell its compute time in seconds; None if
-            the time that is lost does not matter.
+        candidates: the number of candidates.
+        clock: the clock of the rank's device.
+        compute: maps the number of a step that has just ended to a function that returns its compute time in seconds; None
+            if compute times are not needed.
     """
 
     def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], Callable[[], float]] | None = None) -> None:
         self._clock, self._compute_of = clock, compute
-        self._under_way: _Step | None = None
-        self._compute: list[Callable[[], float]] = []  # asked at the end, so that it takes no time of steps
-        # stamps, as the clock tells their seconds only when they are long past
+        self._current: _Step | None = None
+        self._compute: list[Callable[[], float]] = []  # called at the end, so that they take no time of steps
+        # stamps, because the clock knows their seconds only later
         self._measured: list[list[tuple[_Step, Any]]] = [[] for _ in range(candidates)]
         self.steps = 0
-        """Steps so far, measured or not."""
+        """The number of steps so far, measured or not."""
 
     def start_step(self, epoch: int, step: int, candidate: int | None, cost: float = 0.0, number: int = 0) -> bool:
-        """Note that a step begins.
+        """Record the begin of a step, and return whether the trial continues; the same on every rank.
 
         Args:
-            epoch: of the step.
-            step: of the epoch.
-            candidate: that it is a measurement of; None if of none.
-            cost: predicted, of the rank that has most to compute.
-            number: of the step, for its compute time.
-
-        Returns:
-            Whether the trial goes on; the same on every rank.
+            epoch: the epoch of the step.
+            step: the index of the step in the epoch.
+            candidate: the candidate that the step measures; None if it measures none.
+            cost: the predicted cost of the slowest rank.
+            number: the number of the step for its compute time.
         """
-        before, now = self._under_way, _Step(epoch, step, candidate, cost, number, self._clock.stamp())
-        if before is not None and before.candidate is not None and before.is_followed_by(now):
+        before, now = self._current, _Step(epoch, step, candidate, cost, number, self._clock.stamp())
+        # only between two consecutive steps of an epoch, the time is that of one step
+        if before is not None and before.candidate is not None and (epoch, step) == (before.epoch, before.step + 1):
             measured = self._measured[before.candidate]
             if len(measured) < MEASURED:
                 measured.append((before, now.start))
                 if self._compute_of is not None and before.candidate == 0:
                     self._compute.append(self._compute_of(before.number))
-        self._under_way = now
+        self._current = now
         self.steps += 1
         return not self.is_complete and self.steps < LONGEST * len(self._measured)
 
     def pause(self) -> None:
-        """Leave the step that is under way out: something else runs in it."""
-        if self._under_way is not None:
-            self._under_way.candidate = None
+        """Exclude the current step."""
+        if self._current is not None:
+            self._current.candidate = None
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +132,7 @@ class SettingTrial:
         return all(len(measured) == MEASURED for measured in self._measured)
 
     def measurements(self) -> Measurements:
-        """Return what this rank has measured. Waits for the device."""
+        """Return this rank's measurements. It waits for the device."""
         seconds = self._clock.seconds
         steps = [
             [(float(seconds(end) - seconds(step.start)), float(step.cost)) for step, end in each] for each in self._measured
@@ -149,11 +141,11 @@ class SettingTrial:
 
 
 def compare(ranks: Sequence[Measurements]) -> SettingComparison:
-    """Compare candidates by what all ranks have measured. Sums run in the same order everywhere, so all ranks find the same.
+    """Compare candidates by the measurements of all ranks, in the same order everywhere, so that all ranks agree bitwise.
 
-    Batches differ more than settings do. So each step's time is brought to the mean cost, by the cost's share in it that the
-    times themselves show (the median slope between steps of the same candidate: it is 0 where the plan explains nothing), and
-    the steps of two candidates are compared in pairs, the first with the first and so on, so that a drift is in both.
+    Batches differ more than settings. So each time is scaled to the mean cost, with the seconds per unit of cost that the times
+    show: the median slope between steps of the same candidate, which is 0 where costs explain nothing. Steps of two candidates
+    are compared in pairs, first with first and so on, so that a drift affects both.
     """
     steps = [[_mean_of_ranks(of_ranks) for of_ranks in zip(*each)] for each in zip(*(steps for steps, _ in ranks))]
     slope = _seconds_per_cost(steps)

@@ -1,4 +1,4 @@
-"""Measure the steps of a fit, fit the costs of samples to them, and choose settings by them."""
+"""Owner of all measurements of a fit: compute times, calibration of costs, and the autopilot."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class Tuner:
-    """Times the steps of a fit for the calibrator of costs and for the autopilot.
+    """Measures the steps of a fit for the cost calibrator and for the autopilot.
 
-    Creating it is collective. It is created at set-up, not where training starts: a hook of the user's that fails there would
-    leave the other ranks waiting for a process group.
+    Creating it is collective. The strategy creates it at set-up and not at the start of training, where a failing hook of one
+    rank would leave the other ranks waiting for a process group.
 
     Args:
         trainer: the Trainer.
-        timeline: where the strategy's compute times are recorded.
-        timeout: of its exchanges.
-        at_teardown: ends what it has started.
+        timeline: the timeline that records compute times.
+        timeout: the timeout of the process group.
+        at_teardown: the stack for everything that must be undone at the end.
 
     Attributes:
-        group: gloo's, of all ranks, for measurements alone: they must not queue behind training's collectives. None for a
+        group: a gloo group of all ranks for measurements, so that they do not queue behind collectives of training. None for a
             single rank.
-        autopilot: chooses settings; None if nothing is to be chosen.
+        autopilot: the object that chooses settings; None if there is nothing to choose.
     """
 
     def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta, at_teardown: ExitStack) -> None:
@@ -59,7 +59,7 @@ class Tuner:
             self.record_steps()
 
     def record_steps(self) -> None:
-        """Have the strategy stamp the timeline from now on, unless a profiler does."""
+        """Make the strategy record on the timeline from now on, unless a profiler already does."""
         if not self._timeline.enabled:
             self._timeline.enable(self._trainer.strategy.root_device)
             self._at_teardown.enter_context(stages_on(self._timeline, self._trainer.strategy))
@@ -68,13 +68,13 @@ class Tuner:
     def start(
         self, table_step: TableStep | None, target: float | None, hides_nothing: str, chosen: Mapping[str, Any]
     ) -> Autopilot | None:
-        """Begin to measure, once the Trainer has its loader, and return the autopilot, if there is one.
+        """Start measuring, after the Trainer has its loader, and return the autopilot if there is one.
 
         Args:
-            table_step: the step of the sharded tables; None if there are none.
+            table_step: the step of the sharded tables; None without tables.
             target: the share of the bubble that the autopilot removes; None for no autopilot.
-            hides_nothing: why no exchange is hidden, or not that of all collections; empty if it is.
-            chosen: what the autopilot of the checkpoint's run has found.
+            hides_nothing: why compute does not hide the exchange of all collections; empty if it does.
+            chosen: the state of the autopilot in the loaded checkpoint.
         """
         self._times = ComputeTimes(self._timeline) if self._timeline.enabled else None
         self._calibrator = None
@@ -87,7 +87,7 @@ class Tuner:
         return self.autopilot
 
     def start_step(self, sampler: Any, step: int) -> None:
-        """Begin the ``step``-th step of ``sampler``, before ``training_step``. Collective where something is decided."""
+        """Begin the ``step``-th step of ``sampler``, before ``training_step``. Collective in steps that decide."""
         if self._times is not None:
             self._times.start_step()
         with self._timeline.span("pause", "calibration") if self._is_measuring else nullcontext():
@@ -97,19 +97,19 @@ class Tuner:
                 cost = 0.0
                 if not self.autopilot.frozen and hasattr(sampler, "balance"):
                     balance = sampler.balance(step)
-                    # a candidate must not be credited with less padding: that is what it is tried for
+                    # less padding must not lower the cost, because a candidate may save time by it
                     cost = balance.cost if balance.padding is not None else balance.balanced * balance.cost
                 self.autopilot.start_step(getattr(sampler, "epoch", self._trainer.current_epoch), step, cost)
             if not self._is_measuring:
                 self._stop_times()
 
     def pause(self) -> None:
-        """Note that validation runs in the step which is under way."""
+        """Exclude the current step from measurements, because validation runs inside it."""
         if self.autopilot is not None:
             self.autopilot.pause()
 
     def end_training(self) -> None:
-        """Report what was found, and stop."""
+        """Log the results, and stop."""
         if self._calibrator is not None:
             self._calibrator.end_training()
         if self.autopilot is not None:
@@ -117,7 +117,7 @@ class Tuner:
         self.stop()
 
     def stop(self) -> None:
-        """Give up measurements; also after training that failed."""
+        """Stop measuring. It is also called after a failure."""
         self._stop_times()
         self._calibrator = None
 
@@ -136,7 +136,7 @@ class Tuner:
 
     def _new_autopilot(self, step: TableStep | None, target: float | None, hides_nothing: str) -> Autopilot | None:
         schedule = schedule_of(self._trainer.train_dataloader)
-        settings: dict[str, Sequence[Any]] = {}  # the values of each; first the one that changes no bits
+        settings: dict[str, Sequence[Any]] = {}  # allowed values of each; settings that keep results bitwise come first
         start: dict[str, Any] = {}
         if target is not None and step is not None and step.overlapped and step.looks_ahead:
             settings[SPLIT_BACKWARD], start[SPLIT_BACKWARD] = [False, True], step.split_backward
@@ -145,7 +145,7 @@ class Tuner:
         elif schedule is not None and target is not None and len(schedule.candidates) > 1 and not hides_nothing:
             settings[MICRO_BATCHES], start[MICRO_BATCHES] = schedule.candidates, schedule.chosen
         if target is not None:
-            _tell_choice(target, settings, hides_nothing)
+            _log_choice(target, settings, hides_nothing)
         if not settings:
             return None
         times = None if target is None else self._times
@@ -162,7 +162,7 @@ class Tuner:
 
 
 def schedule_of(loader: Any) -> MicroBatchSchedule | None:
-    """Return the schedule that a training loader cuts its batches by, if there is one."""
+    """Return the micro-batch schedule of a training loader, if there is one."""
     schedule = getattr(getattr(loader, "sampler", None), "micro_batches", None)
     return schedule if isinstance(schedule, MicroBatchSchedule) else None
 
@@ -182,7 +182,7 @@ def settle_without_exchange(loader: Any, reason: str) -> bool:
 
 
 def hold_micro_batches(loader: Any, kept: Mapping[str, Any]) -> None:
-    """Have ``"auto"`` wait until it is tried, with the number that was ``kept`` so far, or else with one."""
+    """Fix the number of micro-batches of ``"auto"`` until the autopilot tries it: the number in ``kept``, or 1."""
     schedule = schedule_of(loader)
     if schedule is not None and schedule.auto:
         kept_number = kept.get(MICRO_BATCHES)
@@ -192,14 +192,13 @@ def hold_micro_batches(loader: Any, kept: Mapping[str, Any]) -> None:
             schedule.settle(1)
 
 
-def _tell_choice(target: float, settings: Mapping[str, Sequence[Any]], hides_nothing: str) -> None:
-    """Say what the autopilot chooses from, and what from it does not."""
+def _log_choice(target: float, settings: Mapping[str, Sequence[Any]], hides_nothing: str) -> None:
     if not settings:
         rank_zero_info(
             f"FreeScaleStrategy(target_bubble_reduction={target:g}): there is nothing to choose from, because {hides_nothing}"
         )
         return
     values = "; ".join(f"{name} from {', '.join(map(str, values))}" for name, values in settings.items())
-    why_not = hides_nothing or "FreeScaleDataModule(micro_batches='auto') has not been asked for, or leaves one number only"
+    why_not = hides_nothing or "FreeScaleDataModule(micro_batches='auto') is not set, or allows only one number"
     left_out = "" if MICRO_BATCHES in settings else f". Not micro_batches, because {why_not}"
     rank_zero_info(f"FreeScaleStrategy(target_bubble_reduction={target:g}): chooses {values}{left_out}")
