@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint import sharded_folder, single_file
+from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
-from lightning_freescale.checkpoint.stored_tensors import StoredTensor
 from lightning_freescale.embeddings.row_order import RowOrder
 
 _LARGE = 1 << 20

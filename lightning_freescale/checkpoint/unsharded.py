@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale.checkpoint.sharded_folder import StoredTensor, materialized
 from lightning_freescale.checkpoint.spread_tensors import Key, Piece, SpreadTensors
-from lightning_freescale.checkpoint.stored_tensors import StoredTensor, materialized
 from lightning_freescale.embeddings.id_remapping import id_remappings
 from lightning_freescale.embeddings.managed_collision import get_input_history, set_input_history
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups

@@ -124,9 +124,9 @@ class CatalogueWeight(_StandIn):
     def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``func`` for the whole weight, or raise."""
         if args[0] is self:
-            if func in _TRANSPOSED or (func in _SWAPS | _PERMUTES and _dims(args, kwargs, 2) in ([0, 1], [1, 0])):
-                keeps = func in _PERMUTES and _dims(args, kwargs, 2) == [0, 1]
-                return self if keeps else self._like(transposed=not self.transposed)
+            order = _order(func, args, kwargs, 2) if func in _TRANSPOSED | _SWAPS | _PERMUTES else None
+            if order in ([0, 1], [1, 0]):
+                return self if order == [0, 1] else self._like(transposed=not self.transposed)
             if func in _SAME and _keeps_type(self, args[1:], kwargs):
                 return self
             if func is Tensor.__getitem__ and not self.transposed:
@@ -244,15 +244,8 @@ class CatalogueLogits(_StandIn):
         options: Any = {"ignore_index": torch.iinfo(torch.int64).min, "reduction": "none"}  # ignores no position
         return -catalogue_cross_entropy(self.hidden, self.weight, index[..., 0], self.bias, **options)[..., None]
 
-    def _swapped(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
-        order, (one, other) = list(range(self.dim())), _dims(args, kwargs, self.dim())
-        order[one], order[other] = order[other], order[one]
-        return self._ordered(order)
-
     def _permuted(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits:
-        return self._ordered(_dims(args, kwargs, self.dim()))
-
-    def _ordered(self, order: list[int]) -> CatalogueLogits:
+        order = _order(func, args, kwargs, self.dim())
         positions = [each - (each > self.at) for each in order if each != self.at]
         hidden = self.hidden.permute(*positions, self.hidden.dim() - 1)
         return CatalogueLogits(hidden, self.weight, self.bias, order.index(self.at), self.of_log)
@@ -318,8 +311,7 @@ _HANDLERS: dict[Any, Callable[[CatalogueLogits, Any, Any, Any], Any]] = {
     **dict.fromkeys((F.cross_entropy, F.nll_loss), CatalogueLogits._loss),
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), CatalogueLogits._log_softmax),
     **dict.fromkeys((torch.gather, Tensor.gather), CatalogueLogits._gathered),
-    **dict.fromkeys(_SWAPS, CatalogueLogits._swapped),
-    **dict.fromkeys(_PERMUTES, CatalogueLogits._permuted),
+    **dict.fromkeys(_SWAPS | _PERMUTES, CatalogueLogits._permuted),
     **dict.fromkeys((torch.flatten, Tensor.flatten, torch.index_select, Tensor.index_select), CatalogueLogits._of_positions),
     **dict.fromkeys((torch.unsqueeze, Tensor.unsqueeze, torch.squeeze, Tensor.squeeze), CatalogueLogits._of_positions),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), CatalogueLogits._reshaped),
@@ -331,12 +323,17 @@ _HANDLERS: dict[Any, Callable[[CatalogueLogits, Any, Any, Any], Any]] = {
 """The method of the logits that replaces each function."""
 
 
-def _dims(args: Any, kwargs: Any, dims: int) -> list[int]:
-    """Return the dimensions among the arguments of a transposing function, as numbers from 0 to ``dims - 1``."""
+def _order(func: Any, args: Any, kwargs: Any, dims: int) -> list[int]:
+    """Return the order in which a function that transposes or permutes returns the dimensions."""
     given = [*args[1:], *kwargs.values()]
     if len(given) == 1 and not isinstance(given[0], int):
         given = list(given[0])
-    return [each % dims for each in given]
+    given = [each % dims for each in given]
+    if func in _PERMUTES:
+        return given
+    order, (one, other) = list(range(dims)), given or (0, 1)
+    order[one], order[other] = order[other], order[one]
+    return order
 
 
 def _keeps_type(tensor: Tensor, args: Any, kwargs: Any) -> bool:

@@ -212,33 +212,22 @@ def _read_whole_tables(collection: Collection, module: Any, state_dict: dict[str
 
 def _placing(create: Any, orders: list[RowOrder], *arguments: Any, **options: Any) -> nn.Module:
     input_dist: nn.Module = create(*arguments, **options)
-    input_dist.register_forward_pre_hook(_PlacedIds(orders))
+    largest = max(order.rows for order in orders) - 1
+    input_dist.register_forward_pre_hook(partial(_place_ids, orders[:1] if len(set(orders)) == 1 else orders, largest))
     return input_dist
 
 
-class _PlacedIds:
-    """A pre-hook that replaces ids by positions. ``orders`` has the row order of each feature's table."""
-
-    def __init__(self, orders: list[RowOrder]) -> None:
-        self._orders = orders[:1] if len(set(orders)) == 1 else orders
-        self._largest = max(order.rows for order in orders) - 1
-
-    def __call__(self, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        (features,) = args
-        ids = features.values()
-        # if the host has to wait for the lengths here, it does not have to in TorchRec's next lines
-        parts = ids.split(features.length_per_key()) if len(self._orders) > 1 else [ids]
-        placed = [order.positions(part) for order, part in zip(self._orders, parts)]
-        positions = torch.cat(placed) if len(placed) > 1 else placed[0]
-        # keep the size of the message
-        return _with_values(features, positions.to(ids.dtype) if self._largest <= torch.iinfo(ids.dtype).max else positions)
-
-
-def _with_values(features: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
-    varies = features.variable_stride_per_key()
+def _place_ids(orders: list[RowOrder], largest: int, module: nn.Module, args: tuple[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Replace ids by positions before TorchRec sends them. ``orders`` has the order of each feature, or one for all."""
+    (features,) = args
+    ids, varies = features.values(), features.variable_stride_per_key()
+    # if the host has to wait for the lengths here, it does not have to in TorchRec's next lines
+    parts = ids.split(features.length_per_key()) if len(orders) > 1 else [ids]
+    placed = [order.positions(part) for order, part in zip(orders, parts)]
+    positions = torch.cat(placed) if len(placed) > 1 else placed[0]
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=values,
+        values=positions.to(ids.dtype) if largest <= torch.iinfo(ids.dtype).max else positions,  # keep the message's size
         weights=features.weights_or_none(),
         lengths=features.lengths(),
         stride=None if varies else features.stride(),

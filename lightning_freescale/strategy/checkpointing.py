@@ -244,4 +244,4 @@ def _unsharded() -> Any:
 
 
 def _materialized(tree: Any) -> Any:
-    return checkpoint_module("stored_tensors").materialized(tree)
+    return checkpoint_module("sharded_folder").materialized(tree)

@@ -23,7 +23,7 @@ from lightning_freescale._runtime.object_gather import (
 from lightning_freescale.testing import RankFailed, run_distributed
 
 PACKAGE = Path(lightning_freescale.__file__).parent
-SAMPLES, OWN_PICKLERS = "data/streaming/steps.py", {"checkpoint/single_file.py", "checkpoint/stored_tensors.py"}
+SAMPLES, OWN_PICKLERS = "data/streaming/steps.py", {"checkpoint/single_file.py", "checkpoint/sharded_folder.py"}
 """Who unpickles samples, of any class, and who pickles as torch does, or reads with a list of names."""
 
 
