@@ -71,9 +71,7 @@ class Piece:
 class SpreadTensors:
     """Tensors by key, divided among the ranks of ``group``, or on one rank if it is None. The constructor is collective.
 
-    Attributes:
-        keys: keys of the tensors, sorted, identical on all ranks.
-        own: this rank's pieces with their live values.
+    ``own`` has this rank's pieces with their live values. ``keys`` is sorted and identical on all ranks.
     """
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -203,11 +201,7 @@ class Deferral(ABC):
 
 
 class DeferredTensors(Deferral):
-    """Placeholders for tensors that are divided among the ranks. Rank 0 requests their values from the others.
-
-    Attributes:
-        held: the tensors in the order in which they were deferred, identical on all ranks.
-    """
+    """Placeholders for the tensors ``held``, divided among the ranks. Rank 0 requests their values from the others."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

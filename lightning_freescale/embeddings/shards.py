@@ -35,11 +35,6 @@ class Shard:
     columns: slice  # columns of the table
     order: RowOrder  # order of the table's rows
 
-    @property
-    def ids(self) -> Tensor:
-        """The ids of the rows, in the order of ``weight``: int64 of shape ``[rows]``."""
-        return self.order.ids(self.rows.start, self.rows.stop)
-
     def read(self, whole: Tensor, into: Tensor) -> None:
         """Copy this part of a whole table, or of a row-wise state ``[rows, 1]``, into ``weight`` or an entry of ``state``."""
         self.order.read(whole[(slice(None), *self.place_in(whole.shape)[1:])], self.rows.start, into)
@@ -63,15 +58,7 @@ class ShardingRecord:
 
 
 class ShardedTables:
-    """All sharded tables of a module.
-
-    Attributes:
-        modules: sharded collections, each with TorchRec's sharded module.
-        tables: tables of the collections.
-        optimizers: optimizer of each table, by table key.
-        group: process group of the embedding exchange.
-        device: device of the shards.
-    """
+    """All sharded tables of a module: the collections with TorchRec's sharded modules, and what they have in common."""
 
     def __init__(self, modules: Sequence[tuple[Collection, Any]]) -> None:
         self.modules = list(modules)

@@ -88,25 +88,17 @@ class Positions(Protocol):
     def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start to send each rank the values of its positions, shape ``[positions, ...]``. Collective.
 
-        Returns:
-            A function that waits and returns the values from all shards: shape ``[shards, positions of this rank, ...]``.
+        The result waits and returns the values from all shards: shape ``[shards, positions of this rank, ...]``.
         """
 
 
 class CatalogueRows(Protocol):
-    """The rows of a catalogue on this rank.
+    """The rows of a catalogue on this rank."""
 
-    Attributes:
-        items: number of items in the whole catalogue.
-        weight: rows on this rank, shape ``[rows, dim]``.
-        trained: tensor that autograd differentiates: the whole weight, or an empty tensor that requires a gradient.
-        excluded: indices in ``weight`` of rows that are not items, int64; None if there are none.
-    """
-
-    items: int
-    weight: Tensor
-    trained: Tensor
-    excluded: Tensor | None
+    items: int  # number of items in the whole catalogue
+    weight: Tensor  # rows on this rank, shape [rows, dim]
+    trained: Tensor  # tensor that autograd differentiates: the whole weight, or an empty one that requires a gradient
+    excluded: Tensor | None  # indices in weight of rows that are not items, int64
 
     def positions(self, count: int) -> Positions:
         """Return the positions of all ranks; this rank has ``count`` of them. Collective."""

@@ -128,14 +128,7 @@ class _MeanGain(Metric):
 
     @override
     def update(self, ranks: Tensor) -> None:
-        """Add samples.
-
-        Args:
-            ranks: the ranks of the targets, see :func:`target_ranks`.
-
-        Raises:
-            ValueError: a shape or dtype is wrong.
-        """
+        """Add samples by the ranks of their targets, a result of :func:`target_ranks`. Other shapes are a ValueError."""
         if ranks.dim() != 1 or ranks.is_floating_point():
             raise ValueError(
                 f"{type(self).__name__}.update got ranks of shape {list(ranks.shape)} and dtype {ranks.dtype}. Pass the result "
