@@ -17,7 +17,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,8 +78,6 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     def begin() -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-
-    def write_meta() -> None:
         marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
         with single_file.replacing(beside / _META) as file:
             torch.save(marked, file)
@@ -103,7 +101,6 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     _together(begin if rank == 0 else None, what, group)
     _together(look, what, group)
     write_pieces(beside, [piece for held in spread for piece in held.own], group)
-    _together(write_meta if rank == 0 else None, what, group)
     files = _together(lambda: _sums(beside, rank), what, group)
     _together((lambda: end(files)) if rank == 0 else None, what, group)
 
@@ -170,7 +167,7 @@ def _name_of(key: Key) -> str:
 
 def _described(held: SpreadTensors, key: Key) -> dict[str, Any]:
     piece = held.piece(key)
-    order = piece.order and [piece.order.rows, piece.order.multiplier, piece.order.offset]
+    order = piece.order and list(astuple(piece.order))
     return {"shape": list(piece.shape), "dtype": str(piece.dtype).removeprefix("torch."), "order": order}
 
 

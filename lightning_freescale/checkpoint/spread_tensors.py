@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Piece:
 
     def as_numbers(self) -> tuple[Any, ...]:
         """Return the piece as values that ranks can exchange."""
-        order = self.order and (self.order.rows, self.order.multiplier, self.order.offset)
+        order = self.order and astuple(self.order)
         return self.key, tuple(self.shape), self.dtype, [(each.start, each.stop) for each in self.place], order
 
     @classmethod

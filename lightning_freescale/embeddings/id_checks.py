@@ -54,17 +54,14 @@ class LookupChecks:
     """
 
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
-        self.ids, self.enabled = not collection.managed, True
+        self.ids = not collection.managed  # managed collisions have a row for any id
+        self.enabled = True  # the overlap engine disables the checks and checks lookups itself
         self._path = collection.path
         self._tables = {feature: table for table in collection.tables for feature in table.features}
         self._limits: dict[tuple[str, ...], Tensor] = {}
         self._stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
-        self.lookups = 0
+        self.lookups = 0  # lookups with gradients in this step
         self._warned = False
-
-    def reset_count(self) -> None:
-        """Reset the count of lookups at the beginning of a training step."""
-        self.lookups = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a lookup before it runs."""

@@ -137,7 +137,7 @@ class ShardedTables:
         for collection, module in self.modules:
             if collection.path in skip:
                 continue
-            module.freescale_sharding.checks.reset_count()
+            module.freescale_sharding.checks.lookups = 0
             keys = {table.name: table.key for table in collection.tables}
             for kernel in kernels(module):
                 held = [keys[spec.name] for spec in kernel._config.embedding_tables]
