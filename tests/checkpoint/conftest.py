@@ -12,7 +12,7 @@ from tests.checkpoint.fits import Fitted, Large, SaveAt, fit
 
 
 class Saved(NamedTuple):
-    """Checkpoints of two ranks after steps 4 and 5, ``single4.ckpt`` say, and what rank 0 knows after all steps."""
+    """Checkpoints of two ranks after steps 4 and 5, such as ``single4.ckpt``, and the result of rank 0 after all steps."""
 
     folder: Path
     whole: Fitted
@@ -26,6 +26,6 @@ def _save(folder: Path) -> Fitted:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Not to be changed."""
+    """Return checkpoints that tests must not change."""
     folder = tmp_path_factory.mktemp("saved")
     return Saved(folder, run_distributed(_save, 2, folder)[0])

@@ -1,4 +1,4 @@
-"""Fits of the tests of checkpoints: a run that stops, one that resumes, and one that does neither."""
+"""Fits for the tests of checkpoints: a run that stops, a run that resumes, and an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, tables, trainer
 
 SAMPLES, GLOBAL_BATCH, STEPS, EPOCHS = 72, 12, 6, 2
-"""By default a fit has two epochs of six steps, on any number of ranks."""
+"""A fit has two epochs of six steps by default, on any number of ranks."""
 TABLE = "net.embeddings.embeddings.item.weight"
 
 
 class Seen(Recommender):
-    """Also keeps which samples it saw, and trains with dropout and a schedule."""
+    """A model with dropout and a schedule that records its samples."""
 
     def __init__(self, optimizer: str = "adagrad", dropout: float = 0.2) -> None:
         super().__init__(optimizer)
@@ -44,7 +44,7 @@ class Seen(Recommender):
 
 
 class Large(Seen):
-    """Without dropout; its first table is a tensor of its own in any folder."""
+    """A model without dropout. Its first table is a separate tensor in any folder."""
 
     def __init__(self) -> None:
         super().__init__("rowwise_adagrad", dropout=0.0)
@@ -54,7 +54,7 @@ class Large(Seen):
 
 
 class Rereading(IterableDataset):
-    """A rank's part of the samples, which always starts at its beginning."""
+    """A rank's part of the samples, which always starts at the beginning."""
 
     def __init__(self, size: int, rank: int | None = None, world_size: int | None = None) -> None:
         self.samples, self.rank, self.world_size = Samples(size), rank, world_size
@@ -74,7 +74,7 @@ class Rereading(IterableDataset):
 
 
 class Stream(Rereading):
-    """The same, from where it was left."""
+    """A rank's part of the samples, which resumes at its last position."""
 
     place, fresh = 0, True
 
@@ -94,7 +94,7 @@ class Stream(Rereading):
 
 @dataclass
 class Fitted:
-    """What a rank knows after a fit; weights and states are whole on rank 0."""
+    """The results of a fit on a rank; weights and states are whole on rank 0."""
 
     losses: list[float]
     seen: list[list[int]]
@@ -120,8 +120,8 @@ def fit(
     """Fit on the ranks of ``run_distributed``.
 
     By default all ranks together have :data:`GLOBAL_BATCH` samples in a step. ``data`` has more options of the data module;
-    ``strategy`` has options, or is the name of another one; ``stream`` takes the place of a map-style data set; ``options`` are
-    the Trainer's.
+    ``strategy`` has options, or is the name of another strategy; ``stream`` replaces the map-style data set; ``options`` are
+    options of the Trainer.
     """
     torch.manual_seed(0 if resume is None else 7)
     module, ranks, given = make(), int(os.environ["WORLD_SIZE"]), {"collate_fn": collate, **(data or {})}
@@ -144,13 +144,13 @@ def fit(
             fitting.save_checkpoint(save)
     assert fitting.reload_dataloaders_every_n_epochs == 0, "the Trainer's own setting is put back"
     state = fitting._checkpoint_connector.dump_checkpoint(weights_only=False)
-    told = [str(each.message) for each in caught]
+    warned = [str(each.message) for each in caught]
     seen = getattr(module, "seen", [])
-    return Fitted(module.losses, seen, state["state_dict"], state["optimizer_states"], fitting.global_step, told)
+    return Fitted(module.losses, seen, state["state_dict"], state["optimizer_states"], fitting.global_step, warned)
 
 
 class SaveAt(L.Callback):
-    """Saves after some steps, without stopping; ``{step}`` in the path is the step."""
+    """A callback that saves after some steps without stopping; ``{step}`` in the path is the step."""
 
     def __init__(self, path: str | Path, *steps: int) -> None:
         self.path, self.steps = str(path), steps
@@ -161,7 +161,7 @@ class SaveAt(L.Callback):
 
 
 def assert_continued(first: list[Fitted], second: list[Fitted], whole: list[Fitted]) -> None:
-    """Both parts of a run, by rank, are bitwise the run that did not stop."""
+    """Check that both parts of a run, by rank, are bitwise the uninterrupted run."""
     for before, after, straight in zip(first, second, whole, strict=True):
         assert before.losses and after.losses
         assert before.seen + after.seen == straight.seen
@@ -171,5 +171,5 @@ def assert_continued(first: list[Fitted], second: list[Fitted], whole: list[Fitt
 
 
 def samples_by_step(ranks: list[Fitted]) -> list[list[int]]:
-    """The samples of all ranks, step by step."""
+    """Return the samples of all ranks by step."""
     return [[sample for rank in step for sample in rank] for step in zip(*(rank.seen for rank in ranks), strict=True)]

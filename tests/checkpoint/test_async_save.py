@@ -1,4 +1,4 @@
-"""Folders that are written while training goes on."""
+"""Folders that are written in the background during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASYNC = {"checkpoint": "async"}
 
 
 class Meanwhile(L.Callback):
-    """Notes which steps come before a folder is there; it may be written after step 7."""
+    """A model that records the steps before a folder exists, which may be written after step 7."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ def _save_often(folder: Path, fails_from: int) -> str:
 
 
 def test_the_last_whole_one_stays(tmp_path: Path) -> None:
-    """Of those that replace each other, and where the third cannot be written, which ends the fit."""
+    """Check folders that replace each other. The third cannot be written, which ends the fit."""
     well, full = tmp_path / "well", tmp_path / "full"
     assert run_distributed(_save_often, 2, well, 99) == ["", ""]
     assert [path.name for path in well.iterdir()] == ["epoch=1-step=12.ckpt"]

@@ -1,4 +1,4 @@
-"""Checkpoints outside of a run: one file of a folder and back, the plain module, and what has changed."""
+"""Checkpoints outside of a run: conversion, loading into the plain module, and comparison."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_one_process_predicts_with_either(saved: Saved) -> None:
 @pytest.mark.parametrize("old", ["single4.ckpt", "sharded4.ckpt", "resharded4.ckpt"])
 @pytest.mark.parametrize("new", ["single5.ckpt", "sharded5.ckpt"])
 def test_changes_are_the_rows_that_a_step_has_updated(old: str, new: str, saved: Saved, tmp_path: Path) -> None:
-    """A folder that was made of a file has its rows in another order."""
+    """Compare also with a folder that was made from a file, which has another order of rows."""
     source = saved.folder / old
     if old.startswith("re"):
         source = tmp_path / old
@@ -101,11 +101,11 @@ def test_changes_of_another_module_are_refused(saved: Saved, tmp_path: Path, cap
         torch.save({"state_dict": other}, tmp_path / "other.ckpt")
         with pytest.raises(SystemExit):
             main(["changes", str(saved.folder / "single4.ckpt"), str(tmp_path / "other.ckpt"), str(tmp_path / "changes.pt")])
-        told = capsys.readouterr().err
-        assert named in told if named != TABLE else "net.hidden.0.weight" in told
+        printed = capsys.readouterr().err
+        assert named in printed if named != TABLE else "net.hidden.0.weight" in printed
 
 
-# -- table states in the state dict of an optimizer, and out of it again
+# -- merging of table states into the state dict of an optimizer, and splitting
 
 LAYOUT = [["a", "table", "b"], ["other"]]
 TABLES = {"table", "other"}

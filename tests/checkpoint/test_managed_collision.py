@@ -1,4 +1,4 @@
-"""Managed collisions: checkpoints are those of the unsharded module, and a resumed run is the run that did not stop."""
+"""Managed collisions: checkpoints equal those of the unsharded module, and a resumed run equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"sgd": ManagedRecommender, "rowwise_adagrad": ManagedRecommender, "two_
 
 
 def _fit(kind: str, steps: int, folder: Path | None = None, resume: Path | None = None) -> dict[str, Any]:
-    """With a folder the checkpoints after steps 5, 6 and 7 are in it."""
+    """Fit; if there is a folder, save the checkpoints after steps 5, 6 and 7 in it."""
     torch.manual_seed(7 if resume else 0)
     module, rank = KINDS[kind](kind), int(os.environ["RANK"])
     saving = [] if folder is None else [SaveAt(folder / "{step}.ckpt", 5, 6, 7)]
@@ -41,7 +41,7 @@ Whole = Callable[[str], tuple[list[dict[str, Any]], Path]]
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """What two ranks know after all steps, and the folder of the checkpoints; one run of a kind for all tests."""
+    """Return the results of two ranks after all steps, and the folder of the checkpoints; one run per kind."""
 
     @cache
     def run(kind: str) -> tuple[list[dict[str, Any]], Path]:
@@ -98,7 +98,7 @@ def test_resume_after_the_unsharded_module_has_sorted_the_ids(whole_run: Whole, 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_resume_on_fewer_ranks_finds_the_ids(before: int, after: int, tmp_path: Path) -> None:
-    """Each rank takes over all ids and rows of some others."""
+    """Resume on ranks that take over all ids and rows of other ranks."""
     whole = run_distributed(_fit, before, "sgd", 6, tmp_path)
     resumed = run_distributed(_fit, after, "sgd", 7, None, tmp_path / "6.ckpt")
     assert any(f"id maps of {before} ranks" in text for text in resumed[0]["warned"])

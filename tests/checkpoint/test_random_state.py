@@ -1,4 +1,4 @@
-"""Random states of all ranks, those of their GPUs with them: with stand-ins for these, as there are none here."""
+"""Random states of all ranks and of simulated GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no whole checkpoint of this module is refused by name, and nothing of it is loaded."""
+"""Damaged and unsuitable checkpoints: errors name them, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _of_another_version(path: Path) -> None:
 
 
 def _write_manifest(*change: str) -> Callable[[Path], None]:
-    """Replace a word by another, or all by one."""
+    """Return a function that replaces a word of the manifest, or the whole manifest."""
 
     def write(path: Path) -> None:
         text = (path / "freescale.json").read_text()
@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "own class": ("single", lambda path: torch.save({"state_dict": {}, "data": Samples(2)}, path), "weights_only"),
     "nothing": ("single", Path.unlink, ""),
 }
-"""Of a checkpoint of which kind, how it is damaged, and what names the damage."""
+"""The kind of the checkpoint, the damage, and a pattern of the error."""
 
 
 def _errors(paths: list[Path], together: bool) -> dict[str, str]:
@@ -95,7 +95,7 @@ def _errors(paths: list[Path], together: bool) -> dict[str, str]:
 
 
 def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> None:
-    """By two ranks that share the work, alike, and by one process."""
+    """Check two ranks that share the work, and one process."""
     for name, (kind, damage, _) in DAMAGE.items():
         source = saved.folder / f"{kind}4.ckpt"
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
@@ -103,12 +103,12 @@ def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Pat
     paths = [tmp_path / name for name in DAMAGE]
     first, second = run_distributed(_errors, 2, paths, True)
     assert first == second
-    for way in (first, _errors(paths, False)):
+    for errors in (first, _errors(paths, False)):
         expected = {
-            name: f"{'FileNotFound' if name == 'nothing' else 'Value'}Error: .*{name}.*{told}"
-            for name, (*_, told) in DAMAGE.items()
+            name: f"{'FileNotFound' if name == 'nothing' else 'Value'}Error: .*{name}.*{pattern}"
+            for name, (*_, pattern) in DAMAGE.items()
         }
-        assert {name: way[name] for name, told in expected.items() if not re.search(f"(?s){told}", way[name])} == {}
+        assert {name: errors[name] for name, pattern in expected.items() if not re.search(f"(?s){pattern}", errors[name])} == {}
 
 
 @pytest.mark.usefixtures("patient")
@@ -134,7 +134,7 @@ def test_another_model_is_refused_by_the_names_of_its_parameters(saved: Saved) -
 
 
 def _another_loop(folder: Path) -> list[list[str]]:
-    """What is told of the checkpoint of another strategy's run with a loader, and of one of this strategy."""
+    """Return the warnings for checkpoints of this and another strategy's run with a loader."""
     path = folder / "loader.ckpt"
     loader_alone = {"strategy": "ddp", "max_epochs": 1}
     fit(Seen, save=path, **loader_alone)
@@ -148,9 +148,9 @@ def _another_loop(folder: Path) -> list[list[str]]:
 
 
 def test_a_checkpoint_of_another_loop_is_told_what_starts_anew(tmp_path: Path) -> None:
-    told, ours = run_distributed(_another_loop, 2, tmp_path)[0]
+    other, ours = run_distributed(_another_loop, 2, tmp_path)[0]
     for name in ("FreeScaleDataModule", "'freescale'"):
-        assert any(name in each and "checkpoint" in each for each in told), name
+        assert any(name in each and "checkpoint" in each for each in other), name
         assert not any(name in each and "checkpoint" in each for each in ours), name
 
 
@@ -183,7 +183,7 @@ def test_code_in_a_folder_is_not_run(file: str, saved: Saved, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_a_damaged_last_one_gives_way_to_the_newest_whole_one(kind: str, saved: Saved, tmp_path: Path) -> None:
-    """Which is after 4 of 12 steps."""
+    """Check that the run resumes after 4 of 12 steps."""
     for age, (name, step) in enumerate({"last": 5, "torn": 5, "newer": 4, ".hidden": 5, "older": 5}.items()):
         source, path = saved.folder / f"{kind}{step}.ckpt", tmp_path / f"{name}.ckpt"
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
@@ -196,7 +196,7 @@ def test_a_damaged_last_one_gives_way_to_the_newest_whole_one(kind: str, saved: 
     assert any("last.ckpt" in each and "newer.ckpt" in each for each in found.warned)
 
 
-# -- what is in it
+# -- contents
 
 
 OURS = {"updates", "table_updates", "in_backward_states", "id_maps", "random_states", "bucket_order", "bag_states"}

@@ -1,4 +1,4 @@
-"""A run that stops and resumes is the run that did not stop: bitwise on the same ranks, with every sample once on others."""
+"""Resumed runs: bitwise the uninterrupted run on the same ranks; every sample once on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at_epoch_end(path: Path) -> ModelCheckpoint:
 
 
 class InAnotherOrder(Seen):
-    """Uses its layers in another order than it has them, so that DDP lays its buckets out anew after the first step."""
+    """A model that uses its layers in another order than it has them. DDP then rearranges its buckets after the first step."""
 
     def __init__(self) -> None:
         super().__init__("sgd", dropout=0.0)
@@ -133,11 +133,11 @@ def test_a_fit_that_ended_inside_an_epoch_goes_on_there(kind: str, ended_by: str
     assert_continued(first, run_distributed(fit, 2, resume=path, **KINDS[kind]), _uninterrupted(kind))
 
 
-# -- other ranks, other batches
+# -- other numbers of ranks, other batches
 
 
 class Plain(Seen):
-    """Without tables: Lightning then reads the checkpoint before the strategy's set-up."""
+    """A model without tables. Lightning then reads the checkpoint before the strategy's set-up."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__("sgd")
@@ -158,7 +158,7 @@ OTHERS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any]]] = {
     "one rank, a smaller batch": (2, 1, 12, {}, {"batch_size": 3}),
     "larger steps without tables": (1, 1, 25, {"make": Plain, "samples": 80}, {"batch_size": 16}),
 }
-"""Ranks before and after, after how many steps the run stops, options of both fits, and those that change."""
+"""The ranks before and after, the steps before the stop, the options of both fits, and the options that change."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if k < 2 else pytest.mark.slow) for k, case in enumerate(OTHERS)])
@@ -177,13 +177,13 @@ def test_resume_on_other_ranks_or_with_other_batches_has_every_sample_once(case:
     if "data" not in after or "batch_tokens" not in after["data"]:
         full = now * after["batch_size"]
         assert max(map(len, rest)) < full + now and sum(len(step) != full for step in rest) <= EPOCHS
-    told = [text for text in second[0].warned if "random states" in text]
-    assert len(told) == (then != now) and all(f"{then} ranks" in text and str(now) in text for text in told)
+    warned = [text for text in second[0].warned if "random states" in text]
+    assert len(warned) == (then != now) and all(f"{then} ranks" in text and str(now) in text for text in warned)
 
 
 @pytest.mark.slow
 def test_the_number_of_ranks_changes_twice(tmp_path: Path) -> None:
-    """From two to three in the first epoch, to one in the second; with the same global batches, from a folder and a file."""
+    """Resume from two ranks on three in the first epoch, and on one in the second, with the same global batches."""
     paths, make = [tmp_path / "a.ckpt", tmp_path / "b.ckpt"], partial(Seen, "rowwise_adagrad", 0.0)
     whole = run_distributed(fit, 2, make)
     on_two = run_distributed(fit, 2, make, strategy=SHARDED, callbacks=[StopAt(4, str(paths[0]))])
@@ -204,7 +204,7 @@ def test_what_would_lose_samples_inside_an_epoch_is_refused(tmp_path: Path) -> N
 
 
 def _resume_twice(path: str) -> tuple[list[int], bool]:
-    """The samples of a resume after one that failed; and whether a fit from the start has its own order after both."""
+    """Return the samples of a resume after a failed resume, and whether a new fit has its own order after both."""
     fit(Plain, callbacks=[StopAt(2, path)], samples=80, batch_size=16)
     data = Samples(80)
     loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5, balance=REPEATS)
@@ -238,7 +238,7 @@ def _goes_on(optimizer: str, path: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("optimizer", [pytest.param(one, marks=[pytest.mark.slow] * (one != "adagrad")) for one in OPTIMIZERS])
 def test_checkpoints_are_those_of_the_plain_module(optimizer: str, tmp_path: Path) -> None:
-    """One loads strictly into the unsharded module and its optimizer; training goes on under "ddp" as under "freescale"."""
+    """Load the checkpoint strictly into the unsharded module and its optimizer, and train on under "ddp" and "freescale"."""
     folder = tmp_path / "new"
     mine, _ = run_distributed(_halves, 2, optimizer, folder)[0]
     assert sorted(entry.name for entry in folder.iterdir()) == ["ddp.ckpt", "freescale.ckpt"]
@@ -254,7 +254,7 @@ def test_checkpoints_are_those_of_the_plain_module(optimizer: str, tmp_path: Pat
 
 
 def _fit_then_test(path: str) -> float:
-    """The loss of a checkpoint from inside an epoch in a test with other batches; and checkpoints of a fit and a test."""
+    """Return the loss of a checkpoint from inside an epoch in a test with other batches; save after a fit and a test."""
     fit(callbacks=[StopAt(8, f"{path}.half")])
     data = Samples(64)
     loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32), balance=REPEATS)
@@ -280,7 +280,7 @@ def test_a_test_reads_a_checkpoint_and_keeps_the_optimizer_states(tmp_path: Path
 
 
 class Shared(Recommender):
-    """Holds its net, and so its tables, under a second name."""
+    """A model that has its net, and so its tables, under a second name."""
 
     def __init__(self) -> None:
         super().__init__("adagrad")
@@ -298,7 +298,7 @@ def test_tables_with_two_names(tmp_path: Path) -> None:
 
 
 class Grows(L.Callback):
-    """Adds a parameter group while training, as Lightning's finetuning callbacks do."""
+    """A model that adds a parameter group during training, like Lightning's finetuning callbacks."""
 
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
@@ -313,7 +313,7 @@ def test_parameter_groups_added_later_are_saved() -> None:
 
 
 def _noted(hooked: bool, **options: Any) -> tuple[list[str], bool, bool, Any]:
-    """Of two backwards the order that is noted; whether buckets are laid out by it, and by that of another module."""
+    """Return the noted order of two backwards, and whether buckets are arranged by it and by the order of another module."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run that resumes where gradients are being accumulated goes on as if it had not stopped."""
+"""Runs that resume while gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.recommender import Net
 
 
 class SaveAfterBatches(L.Callback):
-    """Saves after some batches of the first epoch, after the first weights alone, and at the epoch's end."""
+    """A callback that saves after batches of the first epoch, after the first only weights, and at the end of the epoch."""
 
     def __init__(self, path: str, after: tuple[int, ...]) -> None:
         self.path, self.after = path, after
@@ -39,7 +39,7 @@ class SaveAfterBatches(L.Callback):
 def _accumulate(
     path: str, after: tuple[int, ...] = (), resume: Any = None, window: int = 3, nodes: int = 1, **options: Any
 ) -> Fitted:
-    """A run with windows of some batches; 8 batches an epoch."""
+    """Run with windows of some batches and 8 batches per epoch."""
     saving, resumed = [SaveAfterBatches(path, after)], None if resume is None else f"{path}{resume}"
     options |= {"samples": 64 * nodes, "batch_size": 4, "accumulate_grad_batches": window, "num_nodes": nodes}
     return fit(callbacks=saving, resume=resumed, devices=dist.get_world_size() // nodes, **options)
@@ -51,18 +51,18 @@ def _held(path: str) -> bool:
 
 @pytest.fixture(scope="module")
 def accumulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Fitted]]:
-    """Where checkpoints of a run are, by the batches before them, and the run."""
+    """Return the path of the checkpoints of a run, by number of batches, and the results of the run."""
     path = str(tmp_path_factory.mktemp("accumulated") / "batch")
     return path, run_distributed(_accumulate, 2, path, (1, 3, 4, 5, 6, 8))
 
 
 def _resumed(path: str) -> list[Fitted]:
-    """After batches 4, 5 and 6; the first is saved again where it has resumed, before the window ends."""
+    """Resume after batches 4, 5 and 6. Save the first checkpoint again before its window ends."""
     return [_accumulate(path, (5,), resume=4), *(_accumulate(path, resume=batch) for batch in (5, 6))]
 
 
 def test_resume_inside_a_window_is_bitwise(accumulated: tuple[str, list[Fitted]]) -> None:
-    """Only an open window is saved: not with weights alone, after an optimizer step, nor where the epoch ends."""
+    """Check that gradients are saved only in an open window with the optimizer state."""
     path, whole = accumulated
     assert [after for after in (1, 3, 4, 5, 6, 8, "_epoch") if _held(f"{path}{after}")] == [4, 5]
     ranks = run_distributed(_resumed, 2, path)
@@ -83,7 +83,7 @@ def _resume_on_two_nodes(path: str) -> list[Fitted]:
 
 @pytest.mark.slow
 def test_resume_in_two_levels(tmp_path: Path) -> None:
-    """Also in the other exchange: what an owner keeps is the same. DDP adds 4 ranks up in another order after a resume."""
+    """Check the two-level exchange. DDP's order of summation over 4 ranks changes after a resume."""
     for whole, *resumed in run_distributed(_resume_on_two_nodes, 4, str(tmp_path / "batch")):
         for found in resumed:
             assert found.losses == pytest.approx(whole.losses[5:], rel=1e-6)
@@ -111,7 +111,7 @@ def test_parameters_that_the_rest_of_the_window_does_not_use(tmp_path: Path) -> 
 
 
 def _without(path: str, *parts: str) -> None:
-    """Write the checkpoint after batch 5 anew without what was accumulated, or without these parts of it."""
+    """Save the checkpoint after batch 5 without the accumulated gradients, or without the given parts of it."""
     if dist.get_rank() == 0:
         saved = torch.load(f"{path}5", weights_only=True)
         if parts:
@@ -131,7 +131,7 @@ def _begin_anew(path: str) -> list[Fitted]:
 
 @pytest.mark.slow
 def test_a_window_that_begins_with_the_resume_is_one_without_them(accumulated: tuple[str, list[Fitted]]) -> None:
-    """As for the dense part, whose gradients Lightning sets to zero then."""
+    """Check that gradients are zero then, as for dense parameters, whose gradients Lightning sets to zero."""
     for found, expected in run_distributed(_begin_anew, 2, accumulated[0]):
         assert found.losses == expected.losses
         assert_same([found.weights, found.states], [expected.weights, expected.states])
@@ -173,8 +173,8 @@ def _on_one_owner() -> ShardingPlan:
 
 
 def _of_another_module() -> str:
-    given, module = [{"dense": {"gone.weight": torch.ones(2)}, "tables": {"net.gone": {}}}], torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"gone\.weight.*net\.gone") as error:
+    given, module = [{"dense": {"absent.weight": torch.ones(2)}, "tables": {"net.absent": {}}}], torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"absent\.weight.*net\.absent") as error:
         restore_accumulated(given, module, frozenset(), module, None)
     return str(error.value)
 

@@ -1,4 +1,4 @@
-"""A checkpoint takes the place of the one before when it is whole, in one file or in a folder that all ranks write."""
+"""Atomic writing of checkpoints to one file, or to a folder that all ranks write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _gathered_where_ranks_share_a_gpu() -> list[float] | None:
 
 
 def test_ranks_that_share_a_gpu_send_their_pieces_from_host_memory() -> None:
-    """NCCL refuses such ranks, and gloo sends no CUDA tensors."""
+    """Check that messages use host memory: NCCL does not support such ranks, and gloo does not send CUDA tensors."""
     assert run_distributed(_gathered_where_ranks_share_a_gpu, 2) == [[0, 1, 2, 3, 10, 11, 12, 13], None]
 
 
@@ -53,7 +53,7 @@ def test_ranks_that_share_a_gpu_send_their_pieces_from_host_memory() -> None:
 
 @pytest.mark.parametrize(("ranks", "checkpoint"), [(1, "sharded"), (3, "sharded"), (1, "single"), (3, "single")])
 def test_another_number_of_ranks_resumes_from_a_folder(ranks: int, checkpoint: str, saved: Saved) -> None:
-    """Also with tables cut otherwise."""
+    """Check also tables that are divided in another way."""
     strategy = {"checkpoint": checkpoint}
     found = run_distributed(fit, ranks, Large, resume=saved.folder / "sharded4.ckpt", strategy=strategy)[0]
     assert_same(found.weights, saved.whole.weights, rtol=1e-5, atol=1e-6)
@@ -61,7 +61,7 @@ def test_another_number_of_ranks_resumes_from_a_folder(ranks: int, checkpoint: s
 
 
 def _save_over(path: Path) -> list[tuple[bool, list[str]]]:
-    """After each save under one name: whether it is a folder, and all names beside it."""
+    """Return after each save under one name whether it is a folder, and all names beside it."""
     found = []
     for kind in ("single", "single", "sharded", "sharded", "single"):
         fit(save=path, strategy={"checkpoint": kind}, **SHORT)
@@ -83,7 +83,7 @@ def test_a_profiler_leaves_the_way_of_saving_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
-    """A run that resumes with another ``checkpoint=`` saves under the same names."""
+    """Check a run that resumes with another ``checkpoint=`` and saves under the same names."""
     expected = [(folder, ["last.ckpt"]) for folder in (False, False, True, True, False)]
     assert run_distributed(_save_over, 2, tmp_path / "last.ckpt") == [expected] * 2
 
@@ -94,7 +94,7 @@ def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: 
 def test_what_is_new_takes_the_place_of_what_was_there(
     new: str, was: str, in_one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link gives way, and what it leads to stays."""
+    """Check that a link is replaced and its target is kept."""
     if not in_one_step:
         cannot = SimpleNamespace(renameat2=lambda *_: -1)
         monkeypatch.setattr(single_file.ctypes, "CDLL", lambda *_, **__: cannot)
@@ -120,7 +120,7 @@ def test_what_is_new_takes_the_place_of_what_was_there(
 
 
 class Interrupted:
-    """A file whose n-th write kills the process, or finds the disk full."""
+    """A file whose n-th write kills the process or finds a full disk."""
 
     def __init__(self, file: Any, how: str) -> None:
         self.file, self.how, self.writes = file, how, 0
@@ -179,11 +179,11 @@ def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     run_distributed(fit, 2, resume=folder, samples=24)
 
 
-# -- what is in it
+# -- contents
 
 
 class Looks(Recommender):
-    """Looks at a table when a checkpoint is saved."""
+    """A callback that reads a table while a checkpoint is saved."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if hasattr(self, "seen"):
@@ -202,7 +202,7 @@ def test_a_hook_sees_the_shape_of_a_table_and_no_values(tmp_path: Path) -> None:
 
 
 class Diverges(L.Callback):
-    """A weight becomes no number after the first step: a dense one on all ranks, or one of a table on the last."""
+    """A callback that sets a weight to NaN after the first step: a dense one, or one of a table on the last rank."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -220,7 +220,7 @@ DIVERGED: dict[str, tuple[str, dict[str, Any]]] = {
     "table": (TABLE.rsplit(".", 2)[0], {"checkpoint": "single"}),
     "table later": (TABLE.rsplit(".", 2)[0], {"checkpoint": "async"}),
 }
-"""Where, what names it, and how it is saved: in the background, it is said at the fit's end."""
+"""The kind of weight, its name, and the options of the strategy. A background save raises at the end of the fit."""
 
 
 def _save_diverged(folder: Path) -> dict[str, str]:

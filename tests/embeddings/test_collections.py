@@ -1,4 +1,4 @@
-"""Which collections and nn.Embeddings are found and sharded, which are refused, and what an embedding's call returns."""
+"""The search for collections and nn.Embedding modules, the checks of modules, and the results of lookups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = LARGE_EMBEDDING // 8
 
 
 class Own(EmbeddingCollection):
-    """A subclass may do anything."""
+    """A subclass of a collection."""
 
 
 def _bags(weighted: bool = False) -> EmbeddingBagCollection:
@@ -37,7 +37,7 @@ def _bags(weighted: bool = False) -> EmbeddingBagCollection:
 
 
 class Root(nn.Module):
-    """Holds a collection twice, and some that cannot be sharded."""
+    """A module that has a collection twice, and some collections that cannot be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_collection_by_itself_has_names_without_a_path() -> None:
 
 
 class Module(nn.Module):
-    """Large and small embeddings, TorchRec's own and something else."""
+    """A module with large and small embeddings, TorchRec's collections and other layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_the_result_may_be_changed_and_the_padding_row_has_no_gradient(whole: bo
     assert weight.grad is not None
     assert weight.grad.tolist() == [[0.0] * 4, [0.0] * 4, [2.0] * 4, [0.0] * 4, [2.0] * 4]
     trained = torch.ones(4, requires_grad=True)
-    with torch.no_grad():  # no view: what is trained may be added in place
+    with torch.no_grad():  # not a view, so trained values may be added in place
         found = _look_up(torch.tensor([[1, 2]]), weight, 1, whole)
         assert torch.equal(found[0], WEIGHT[[1, 2]])
     found += trained

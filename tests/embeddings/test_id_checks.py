@@ -1,4 +1,4 @@
-"""Ids beyond a table."""
+"""Checks of ids beyond a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.recommender import tables
 
 
 def test_on_a_gpu_ids_are_checked_there_and_the_host_does_not_wait() -> None:
-    """On a pretended one, where the assertion is raised at once."""
+    """Check on a simulated GPU, where the assertion raises at once."""
     ((collection, _),) = find_collections(nn.ModuleDict({"tables": EmbeddingCollection(tables=tables())}))
     checks, gpu = LookupChecks(collection, {}), PretendedGPU()
     features = KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""Managed collisions: what is refused, and what else must go on working with them."""
+"""Managed collisions: checks, and other features in combination with them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.helpers.recommender import trainer
 
 
 class Own(ManagedCollisionEmbeddingCollection):
-    """A subclass."""
+    """A subclass of a collection with managed collisions."""
 
 
 class OwnManager(MCHManagedCollisionModule):
-    """A map that may keep anything."""
+    """An unknown kind of map."""
 
 
 class OwnTables(EmbeddingCollection):
-    """Tables that may be anything."""
+    """An unknown kind of collection."""
 
 
 def _manager(kind: Any = MCHManagedCollisionModule, rows: int = 32) -> Any:
@@ -125,7 +125,7 @@ def test_validation_leaves_the_maps_alone() -> None:
 
 
 def _others() -> tuple[list[float], list[list[float]], list[set[str]]]:
-    """Losses with tables on the meta device, and losses and names of a collection held once and twice."""
+    """Return losses with tables on the meta device, and losses and names of a collection that is held once and twice."""
     with torch.device("meta"):
         tables = EmbeddingCollection(tables=managed_tables(), device=torch.device("meta"))
     maps = managed_collection(tables.embedding_configs())._managed_collision_collection
@@ -157,7 +157,7 @@ def test_tables_on_the_meta_device_and_a_collection_held_twice() -> None:
 
 
 def _hashed_states(path: str | None) -> dict[str, Any]:
-    """Reading works on CPU, so that tables trained on a GPU can be looked up there."""
+    """Return states on the CPU, where tables that were trained on a GPU can be read."""
     torch.manual_seed(0)
     module = ManagedRecommender()
     module.net.items = _hashed(evicts=False)

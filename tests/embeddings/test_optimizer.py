@@ -1,4 +1,4 @@
-"""What a table's optimizer is derived from."""
+"""The derivation of a table's optimizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_refused_on_gpu(optimizer: Any, message: str) -> None:
 
 
 class InBackward(CountingModel):
-    """Its item table has an optimizer of its own; the user's Adam lists it too and drives the other parameters."""
+    """A model whose item table has its own optimizer. The user's Adam contains it, too, and updates the other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class InBackward(CountingModel):
 
 
 class OnlyTables(InBackward):
-    """Nothing is left for an optimizer."""
+    """A model without parameters for an optimizer."""
 
     def configure_optimizers(self) -> None:
         self.net.hidden.requires_grad_(False)
 
 
 def _in_backward(folder: Path) -> tuple[list[Run], list[float]]:
-    """A run, and one in two halves; squares that have been accumulated after a fit, and after a second."""
+    """Return a run, a run in two halves, and the accumulated squares after a fit and after a second fit."""
     runs, module, sums = continued(Case(InBackward), str(folder / "half.ckpt"), STEPS, {}, {}), OnlyTables(), []
     for epochs in (1, 0):  # the second fit ends before its first step
         fitting = trainer(devices=2, max_epochs=epochs)
@@ -85,7 +85,7 @@ def _in_backward(folder: Path) -> tuple[list[Run], list[float]]:
 
 
 def test_optimizer_applied_in_backward_stays_and_resumes(tmp_path: Path) -> None:
-    """A frozen table does not move, one with its own optimizer does, and its state is in the checkpoint."""
+    """Check that a frozen table does not change, and that a table with its own optimizer is updated and resumed."""
     results, item = run_distributed(_in_backward, 2, tmp_path), "net.embeddings.embeddings.item.weight"
     assert departures({"resumed": Case()}, [{"resumed": runs} for runs, _ in results]) == []
     assert all(0 < first == second for _, (first, second) in results)
@@ -100,7 +100,7 @@ def test_optimizer_applied_in_backward_stays_and_resumes(tmp_path: Path) -> None
 
 
 class Towers(CountingModel):
-    """Looks its tables up twice in a step."""
+    """A model that looks its tables up twice in a step."""
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -109,8 +109,8 @@ class Towers(CountingModel):
 
 def _warnings_of_towers() -> list[int]:
     cases = [("adagrad", "torchrec"), ("sgd", "torchrec"), ("adagrad", "flat")]
-    told = [Case(partial(Towers, kind)).fit({"exchange": exchange}).warnings for kind, exchange in cases]
-    return [sum("looked up 2 times" in text and "Adagrad" in text for text in texts) for texts in told]
+    warnings = [Case(partial(Towers, kind)).fit({"exchange": exchange}).warnings for kind, exchange in cases]
+    return [sum("looked up 2 times" in text and "Adagrad" in text for text in texts) for texts in warnings]
 
 
 def test_two_lookups_in_a_step_of_torchrec_are_told_once() -> None:

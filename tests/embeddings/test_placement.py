@@ -1,4 +1,4 @@
-"""Sharded collections in TorchRec's own lookups, and the order in which rows are laid out."""
+"""Sharded collections in TorchRec's lookups, and the order of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SGD = TableOptimizer(torch.optim.SGD, {"lr": 1.0}, group=0)
 
 
 class Module(nn.Module):
-    """A collection whose features look up one table or two, of different sizes; bags are of several widths."""
+    """A module whose features look up one or two tables of different sizes; bags have several widths."""
 
     def __init__(self, pooled: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def shard(module: Module, kinds: dict[str, Any], pooled: bool, placement: Any = 
 
 
 def ids_of(dtype: torch.dtype, order: list[str]) -> KeyedJaggedTensor:
-    """Other ids on every rank; some features have none in a sample."""
+    """Return ids that differ between ranks; some features have no ids in a sample."""
     draw = torch.Generator().manual_seed(dist.get_rank())
     lengths = {name: torch.randint(0, 4, (3,), generator=draw) for name in order}
     counts = {name: int(length.sum()) for name, length in lengths.items()}
@@ -90,7 +90,7 @@ def _parts(found: Any, pooled: bool) -> dict[str, Tensor]:
 
 
 def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -> list[str]:
-    """What is not as in the plain module, of a lookup and of the update that follows."""
+    """Return the differences to the plain module in a lookup and in the update after it."""
     torch.manual_seed(0)
     plain = Module(pooled)
     model = copy.deepcopy(plain)
@@ -139,7 +139,7 @@ def test_lookups_and_updates_are_those_of_the_plain_module() -> None:
 
 
 def _loaded(pooled: bool, placement: str) -> list[str]:
-    """What a plain state dict does not load into."""
+    """Return the modules into which a plain state dict does not load correctly."""
     model, other = Module(pooled), Module(pooled)
     tables = shard(model, {**KINDS, "first": column_wise(ranks=[1, 1])} if pooled else KINDS, pooled, placement)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_any_run_of_ids_is_spread_evenly(rows: int, owners: int) -> None:
 
 
 def test_it_is_a_function_of_the_number_of_rows_and_does_not_overflow() -> None:
-    """Checkpoints of a window and other versions depend on it."""
+    """Check fixed values, because checkpoints of a window and other versions depend on them."""
     assert RowOrder.hashed(5_000_000) == RowOrder(5_000_000, 3_090_171, 4_715_853)
     rows = 3_037_000_499
     order = RowOrder.hashed(rows)

@@ -1,4 +1,4 @@
-"""Which plans are made and taken; with TorchRec told that the device is a GPU, as there is none here."""
+"""The creation and the checks of sharding plans, also for a simulated GPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _planned(total_bytes: int) -> None:
 
 @pytest.mark.parametrize("total_bytes", [10**9, 20_000, 10**3])
 def test_tables_are_planned_with_the_memory_of_the_gpu(total_bytes: int) -> None:
-    """The second GPU has memory for the dense part, and none for the tables; the third has not even that."""
+    """Plan for three GPUs. The second has no memory for tables, and the third has no memory for the dense part."""
     run_distributed(_planned, 1, total_bytes)
 
 
@@ -141,7 +141,7 @@ def _table_plan(kind: str, kernel: str, *widths: int) -> Any:
 def test_plans_that_cannot_be_trained_are_refused(
     managed: bool, kind: str, kernel: str, first: TableOptimizer, parts: str
 ) -> None:
-    """The plan of the second table; ``first`` is the optimizer of the first one, or of both if it keeps a state per row."""
+    """Check plans of the second table. ``first`` is the optimizer of the first table, or of both if it is row-wise."""
     module = nn.ModuleDict({"x": managed_collection() if managed else EmbeddingCollection(tables=tables())})
     ((collection, _),) = find_collections(module)
     one, other = collection.tables

@@ -1,4 +1,4 @@
-"""Cross-entropy over all items in chunks: as of the logits of all positions, without holding them."""
+"""Cross-entropy over all items in chunks, compared with the cross-entropy of all logits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_loss_and_gradients_are_those_of_all_logits(
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers that any operation has returned."""
+    """A mode that records the largest number of elements that an operation has returned."""
 
     def __init__(self) -> None:
         super().__init__()

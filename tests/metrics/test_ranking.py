@@ -1,4 +1,4 @@
-"""Ranks of targets among all items, and the metrics of them, against sorting and torchmetrics' own."""
+"""Ranks of targets among all items, and their metrics, compared with sorting and torchmetrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEMS, SAMPLES, DIM = 40, 37, 6
 
 
 def _given(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States and rows of small whole numbers, so that many scores are equal; targets; and items seen, -1 for none."""
+    """Return states and rows of small integers, so that many scores are equal; targets; and seen items, -1 for none."""
     draw = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randint(-2, 3, (rows, DIM), generator=draw).float() for rows in (SAMPLES, ITEMS))
     seen = torch.randint(-3, ITEMS, (SAMPLES, 9), generator=draw).clamp(min=-1)
@@ -78,7 +78,7 @@ def test_metrics_are_those_of_torchmetrics() -> None:
 
 
 def _mine(rank: int, size: int) -> list[Tensor]:
-    """Which samples a rank has, in batches of unequal size; the ranks have unequal numbers."""
+    """Return the samples of a rank in batches of unequal size; the ranks have unequal numbers."""
     return list(torch.arange(SAMPLES).tensor_split([5, 20][: size - 1])[rank].split(4))
 
 
@@ -123,7 +123,7 @@ def _validated() -> list[dict[str, float]]:
 
 
 def test_lightning_logs_them() -> None:
-    """The second validation begins anew."""
+    """Check that the second validation starts from zero."""
     whole = RankingMetrics(3, prefix="val_")
     _update(whole, torch.arange(SAMPLES))
     expected = {name: float(value) for name, value in whole.compute().items()}

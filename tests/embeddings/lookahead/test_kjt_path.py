@@ -1,4 +1,4 @@
-"""Where in a batch the ids are."""
+"""Paths to the ids in a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Slotted:
 
 
 class Holder:
-    """A plain object that leads back to itself."""
+    """A plain object with a reference to itself."""
 
     def __init__(self, inputs: Any) -> None:
         self.me, self.inputs, self.name = self, inputs, "holder"
@@ -92,7 +92,7 @@ def test_the_same_memory_under_other_keys_or_weights_is_another() -> None:
         assert path is None or path.whole is None
 
 
-# -- made in the step
+# -- built in the step
 
 MADE: dict[str, Callable[..., KeyedJaggedTensor]] = {
     "lengths": lambda values, jagged, weights: KeyedJaggedTensor(KEYS, values, weights, lengths=jagged),
@@ -112,7 +112,7 @@ def test_made_of_tensors_in_the_batch(kind: str, weighted: bool) -> None:
 
     def step(batch: dict[str, Any]) -> KeyedJaggedTensor:
         made = MADE[kind](*batch["inner"], batch["weights"])
-        made.lengths(), made.offsets()  # whatever was done with it since
+        made.lengths(), made.offsets()  # computes them after the lookup
         return made
 
     here, there = batch(0), batch(1)
@@ -195,7 +195,7 @@ def test_other_ids_of_an_embedding_are_not_found() -> None:
     }
     batch = {"items": items, "empty": torch.empty(0, 4), "expanded": LABEL.expand(2, 3)}
     assert [name for name, ids in made.items() if find_path(batch, EmbeddingIds("emb", ids)) is not None] == []
-    items = torch.arange(24).view(4, 6)  # a part that reaches beyond is no slice
+    items = torch.arange(24).view(4, 6)  # a part that extends beyond the tensor is not a slice
     assert find_path({"items": items[:, :3]}, EmbeddingIds("emb", items[:, 1:4])) is None
     assert find_path({"items": items[1:]}, EmbeddingIds("emb", items[:2])) is None
 

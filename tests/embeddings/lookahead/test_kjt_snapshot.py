@@ -1,4 +1,4 @@
-"""Whether the ids looked up are those submitted ahead."""
+"""Comparison of predicted ids with those that are looked up."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_was_captured_has_the_sizes_of_every_feature() -> None:
 
 
 def _kept(offsets: bool = False) -> KeyedJaggedTensor:
-    """On a device without numpy views, where no copies are compared; as on CUDA."""
+    """Return a snapshot on a device without NumPy views, where no copies are compared, as on CUDA."""
     return make_features(0, weighted=True, offsets=offsets).to(torch.device("meta"))
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_copied_may_not_be_changed(part: str) -> None:
 
 
 def test_what_becomes_of_the_object_does_not_matter() -> None:
-    """It is given other tensors, or lengths are computed later."""
+    """Replace the tensors of the object, or compute its lengths later."""
     features = make_features(0)
     captured, before = KJTSnapshot(features), copy_of(features)
     features._values = features.values() + 1

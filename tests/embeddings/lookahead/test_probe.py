@@ -1,4 +1,4 @@
-"""When a probe or a function of the user stops trying, what follows, and what a function may return."""
+"""The end of the prediction of ids by a probe or a function of the user, and the results that a function may return."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _no_place(probe: Probe, times: int = 1) -> None:
 
 
 def test_several_lookups_of_a_step() -> None:
-    """Wherever they stand; the same ids twice are two lookups, and what comes later in some steps stays."""
+    """Check lookups at any place, the same ids twice, and lookups that only some steps make."""
     probe, here, there = Probe(), make_features(0), make_features(1)
     batch = {"here": here, "there": there}
     probe.learn(batch, [there, here])
@@ -136,9 +136,9 @@ IDS = make_features()
 
 
 def _ids(
-    told: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
+    returned: Any, overlapped: tuple[str, ...] = ("net.items",), plain: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    return IdsFunction(lambda batch: told, "my_function", overlapped, plain, embeddings)({"any": "batch"})
+    return IdsFunction(lambda batch: returned, "my_function", overlapped, plain, embeddings)({"any": "batch"})
 
 
 def test_ids_of_one_collection_or_of_some_by_path() -> None:
@@ -158,7 +158,7 @@ def test_an_embedding_takes_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kind", "parts"),
+    ("returned", "kind", "parts"),
     [
         (IDS, ValueError, "without a path.*'item_emb', 'tags'"),
         ([IDS], ValueError, "without a path.*'item_emb', 'tags'"),
@@ -170,9 +170,9 @@ def test_an_embedding_takes_a_tensor() -> None:
         ({"item_emb": IDS}, TypeError, "KeyedJaggedTensor for 'item_emb'.*tensor"),
     ],
 )
-def test_refused(told: Any, kind: type[Exception], parts: str) -> None:
+def test_refused(returned: Any, kind: type[Exception], parts: str) -> None:
     with pytest.raises(kind, match=f"my_function.*{parts}"):
-        _ids(told, ("item_emb", "tags"), embeddings=("item_emb",))
+        _ids(returned, ("item_emb", "tags"), embeddings=("item_emb",))
 
 
 def test_its_own_error_comes_with_its_traceback_and_a_note() -> None:
