@@ -1,9 +1,9 @@
-"""Long histories compressed into a few learned tokens, and what that makes of a sample's cost.
+"""Long histories that are compressed into a few learned tokens, and the cost function of such a model.
 
-``python examples/compressed_history.py`` trains on two ranks. The older part of a history is read once, by learned queries that
-attend over it; recent items attend to each other and to what the queries have found, as in personalized sequence compression
-(PerSRec). So the old part costs in proportion to its length, and only the recent one by its square. The default cost, that of
-attention over the whole history, would be wrong here: the data module is told this model's own.
+``python examples/compressed_history.py`` trains on two ranks. Learned queries attend over the older part of a history once.
+Recent items attend to each other and to the results of the queries, as in personalized sequence compression (PerSRec). The cost
+of the old part is proportional to its length, and only that of the recent part to the square of its length. The default cost,
+attention over the whole history, is wrong for this model, so the data module gets the model's own cost.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import CostModel, assign
 
 ITEMS, DIM = 2_000, 64
-RECENT, TOKENS = 64, 8  # items that stay as they are; what stands for all before them
+RECENT, TOKENS = 64, 8  # uncompressed items; tokens that replace all earlier items
 
 
 def cost(lengths: NDArray[Any]) -> NDArray[Any]:
-    """Multiply-adds of :class:`CompressedHistory` for samples of these lengths, same shape; padding aside."""
+    """Return the multiply-adds of :class:`CompressedHistory` for each length, without padding."""
     recent = np.minimum(lengths, RECENT)
     old = lengths - recent
     attended = recent + TOKENS
@@ -38,7 +38,7 @@ def cost(lengths: NDArray[Any]) -> NDArray[Any]:
 
 
 def imbalance(lengths: NDArray[Any], believed: NDArray[Any], ranks: int = 8, batch_size: int = 32) -> float:
-    """Max over ranks / mean of the true cost, where one global batch was assigned by a believed one."""
+    """Return the maximum over the mean of the ranks' true costs of a global batch that is assigned by the believed costs."""
     batch = slice(ranks * batch_size)
     rank = assign(believed[batch], ranks).rank_of_sample
     true = np.bincount(rank, weights=cost(lengths)[batch])
@@ -46,7 +46,7 @@ def imbalance(lengths: NDArray[Any], believed: NDArray[Any], ranks: int = 8, bat
 
 
 class Histories(Dataset[Tensor]):
-    """Made-up histories: the next item follows from the last, and from a stride that the whole history has."""
+    """Synthetic histories, in which the last item and the stride of the history determine the next item."""
 
     def __init__(self, users: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -58,12 +58,12 @@ class Histories(Dataset[Tensor]):
         return len(self.lengths)
 
     def __getitem__(self, user: int) -> Tensor:
-        """``[length + 1]`` items."""
+        """Return the items, shape ``[length + 1]``."""
         return (self.starts[user] + self.strides[user] * torch.arange(self.lengths[user] + 1)) % ITEMS
 
 
 def collate(histories: list[Tensor]) -> KeyedJaggedTensor:
-    """All items but the last as ``item``; of the recent ones those that follow, and as many that do not."""
+    """Return all items except the last one as ``item``, the next items of recent ones as ``next``, and others as ``other``."""
     items, nexts = [history[:-1] for history in histories], [history[1:][-RECENT:] for history in histories]
     others = [(each * 31 + 17) % ITEMS for each in nexts]
     values = [*items, *nexts, *others]
@@ -73,7 +73,7 @@ def collate(histories: list[Tensor]) -> KeyedJaggedTensor:
 
 
 class CompressedHistory(L.LightningModule):
-    """Predicts what follows each recent item of a history."""
+    """Predicts the next item of each recent item of a history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,44 +85,44 @@ class CompressedHistory(L.LightningModule):
         self.better = MeanMetric()
 
     def forward(self, items: list[Tensor]) -> Tensor:
-        """What each recent item predicts, ``[recent items of all samples, DIM]``, from each history's rows."""
+        """Return the prediction of each recent item, shape ``[recent items of all samples, DIM]``, from rows of items."""
         recent = [each[-RECENT:] for each in items]
         x = torch.cat([self.compress([each[:-RECENT] for each in items]), pad_sequence(recent, batch_first=True)], dim=1)
-        # the tokens stand before all recent items, so a causal mask lets every item see them; padding comes last, unseen
+        # every item attends to the tokens, which precede all recent items; padding is last, so the causal mask hides it
         later = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         seen = self.layer(x, src_mask=later, is_causal=True)[:, TOKENS:]
         return torch.cat([each[: len(part)] for each, part in zip(seen, recent)])
 
     def compress(self, old: list[Tensor]) -> Tensor:
-        """``[samples, TOKENS, DIM]``: what the queries find, one history at a time, so that nothing is padded."""
-        none = self.queries.new_zeros(1, DIM)  # there is always something to attend to
+        """Return the results of the queries, shape ``[samples, TOKENS, DIM]``, one history at a time to avoid padding."""
+        none = self.queries.new_zeros(1, DIM)  # attention needs at least one key
         read = [torch.cat([none, each])[None] for each in old]
         return torch.cat([self.read(self.queries[None], each, each, need_weights=False)[0] for each in read]) + self.queries
 
     def rate(self, batch: KeyedJaggedTensor) -> Tensor:
-        """How much better each recent item's next one is rated than one that does not follow."""
+        """Return the score of each recent item's next item minus that of another item."""
         rows = self.tables(batch)
         predicted = self(rows["item"].values().split(batch["item"].lengths().tolist()))
         return (predicted * (rows["next"].values() - rows["other"].values())).sum(1)
 
     def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
-        """The mean over the rank's targets, which are its recent items."""
+        """Return the mean loss over the rank's targets, which are the next items of recent items."""
         loss = -nn.functional.logsigmoid(self.rate(batch)).mean()
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> None:
-        """How often the next item is rated better."""
+        """Update the share of next items with the higher score."""
         self.better.update((self.rate(batch) > 0).float())
         self.log("better", self.better, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for all; the table follows it."""
+        """Return one optimizer for all parameters, including the table."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
 def main() -> None:
-    """Say what the cost function is worth, and train with it."""
+    """Train with the cost function, and print the imbalance with and without it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--users", type=int, default=2_000)

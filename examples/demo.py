@@ -1,6 +1,6 @@
-"""Train an HSTU-style model on MovieLens histories with two ranks, one technique more in each run, and show what each brings.
+"""Train an HSTU-style model on MovieLens histories with two ranks, with one more technique in each run, and compare the runs.
 
-First as this machine is, where rows cross memory; then, where the machine can make one, over a slow link between two hosts.
+The first table is that of this machine. If possible, a second one is that of two emulated hosts with a slow link.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hstu import CollateWithNegatives, HSTURecommender
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.profiling.reporting.page import write_page
 
-LINK = os.environ.get("NETLAB_RATE")  # each rank is on a host of its own, behind a link of that speed
+LINK = os.environ.get("NETLAB_RATE")  # the speed of the link if each rank runs on a separate emulated host
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 NETLAB = Path(__file__).parents[1] / "benchmarks" / "netlab.py"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
@@ -34,14 +34,14 @@ RUNGS: dict[str, dict[str, Any]] = {
     "+ overlap": {"balance": True},
     "+ split backward": {"balance": True, "split_backward": True},
 }
-"""Plain is TorchRec's own exchange under DDP; the third is what ``"freescale"`` and ``FreeScaleDataModule`` do by default."""
+"""The runs. Plain is TorchRec's own exchange with DDP. ``+ overlap`` is the default of the strategy and the data module."""
 PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead")
 NOTHING = 1.02
-"""A technique whose gain is below this is said to bring nothing."""
+"""The gain below which a technique is reported as ineffective."""
 
 
 def main() -> int:
-    """All runs and the tables."""
+    """Run all techniques and print the tables."""
     options = _arguments()
     quiet()
     environment = dict(os.environ)  # before the Trainer's launcher adds to it
@@ -53,8 +53,8 @@ def main() -> int:
         return 0
     print(_table(runs, options.devices))
     page = write_page(options.out / "report.html", [run["report"].document() for run in runs.values()])
-    print(f"{time.perf_counter() - started:.0f} s. The runs as a page, open it in a browser: {page}")
-    print("Their traces, open them at https://ui.perfetto.dev:")
+    print(f"{time.perf_counter() - started:.0f} s. Open this page of the runs in a browser: {page}")
+    print("Open these traces at https://ui.perfetto.dev:")
     print(*(f"  {run['files']['trace']}" for run in runs.values()), sep="\n")
     return 0 if LINK or options.link == "none" else _over_a_link(options, environment)
 
@@ -94,11 +94,11 @@ def _run(options: argparse.Namespace, name: str, balance: bool, **chosen: bool) 
 
 
 def _refuse_too_few_steps(options: argparse.Namespace, steps: int, warmup: int) -> None:
-    """On every rank: without a report of one run there is no table."""
+    """Exit on every rank if a run has no report."""
     if steps <= warmup:
         raise SystemExit(
             f"--epochs {options.epochs} --batch-size {options.batch_size} --devices {options.devices}: a run has {steps} "
-            f"steps, and the first {warmup} are left out of its report. Pass a smaller --batch-size, or more --epochs"
+            f"steps, but the report omits the first {warmup}. Pass a smaller --batch-size or more --epochs"
         )
 
 
@@ -107,7 +107,7 @@ def _where() -> str:
 
 
 def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
-    """What each run took, against the first and against the one above."""
+    """Return the table of the runs."""
     reports = [run["report"] for run in runs.values()]
     plain, balanced, last = reports[0], reports[1], reports[-1]
     heads = (
@@ -132,10 +132,10 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
     plan, limit = balanced.balance, plain.limit
     removed = 1 - last.bubble / plain.bubble if plain.bubble else 0.0
     lines += [
-        "plain is TorchRec's own exchange under DDP. data, straggler and transfer are waits: for the batch, for a slower",
-        "  rank, for bytes that no compute hid; host is the loop and its hooks. The runs follow each other, so samples/s",
-        "  and speed-up show what else the machine does; at equal compute, by the bubbles alone, they do not, nor what a",
-        "  technique adds to compute, as a split backward does.",
+        "plain: TorchRec's own exchange with DDP. data, straggler, transfer: waits for the batch, for a slower rank, and for",
+        "  bytes that compute does not hide. host: the loop and its hooks. speed-up: ratio of samples/s, which other programs",
+        "  on the machine affect. at equal compute: speed-up by the bubbles alone, without the compute that a technique adds,",
+        "  such as a split backward.",
         f"imbalance of compute (max / mean): predicted {plan.unbalanced:.3f} as drawn, {plan.balanced:.3f} balanced,",
         f"  no assignment gets below {plan.lower_bound:.3f}, by {plan.costs};",
         f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",
@@ -147,43 +147,45 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
 
 
 def _equal(before: Any, after: Any) -> float:
-    """How many times as fast a run is as another, if both computed equally fast."""
+    """Return the speed-up of a run over another at equal compute."""
     return float((1 - after.bubble) / (1 - before.bubble))
 
 
 def _nothing(names: list[str], reports: list[Any]) -> list[str]:
-    """Say of every technique that brought nothing what there was for it to remove."""
+    """Return a line for each ineffective technique with the time that it could have removed."""
     removes = {"+ balance": "straggler_wait", "+ overlap": "transfer", "+ split backward": "transfer"}
     lines = []
     for name, before, after in zip(names[1:], reports, reports[1:]):
         if _equal(before, after) < NOTHING:
             part = removes[name]
             lines.append(
-                f"{name} brings nothing here: {part.replace('_', ' ')} was {before.shares[part]:.1%} of the time before it"
+                f"{name} has no effect here: {part.replace('_', ' ')} was {before.shares[part]:.1%} of the time without it"
             )
     return lines
 
 
 def _over_a_link(options: argparse.Namespace, environment: dict[str, str]) -> int:
-    """The same runs on two hosts of this machine's own making."""
+    """Repeat the runs on emulated hosts of this machine."""
     can = subprocess.run([sys.executable, NETLAB, "--check"], env=environment, capture_output=True, text=True)
     if can.returncode:
-        print(f"\nNo second table, over a slow link: {(can.stderr or can.stdout).strip()}")
+        print(f"\nThere is no second table with a slow link: {(can.stderr or can.stdout).strip()}")
         return 0
-    print(f"\nThe same once more, over links of {options.link} between two hosts that this machine makes:", flush=True)
+    print(f"\nThe same runs over links of {options.link} between emulated hosts on this machine:", flush=True)
     lab = [NETLAB, "--hosts", str(options.devices), "--rate", options.link, "--"]
     script = [sys.executable, __file__, "--devices", str(options.devices), "--epochs", str(max(1, options.epochs // 2))]
     rest = ["--batch-size", str(options.batch_size), "--seed", str(options.seed), "--out", options.out / "slow_link"]
-    names = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hosts in there have none, which gloo finds worth a warning
+    names = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the emulated hosts have no names, for which gloo warns
     return subprocess.run([sys.executable, *lab, *script, *rest], env=environment | names).returncode
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
-    parser.add_argument("--epochs", type=int, default=6, help="epochs of each run, over a link half of them (default: 6)")
+    parser.add_argument("--devices", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs of each run, half of them over a slow link (default: 6)")
     parser.add_argument("--batch-size", type=int, default=16, help="histories per rank and step (default: 16)")
-    parser.add_argument("--link", default="50mbit", help="speed of the slow link, none for no second table (default: 50mbit)")
+    parser.add_argument(
+        "--link", default="50mbit", help="speed of the slow link; none omits the second table (default: 50mbit)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("demo_output"), help="folder for reports, page and traces (default: demo_output)"
@@ -192,7 +194,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def quiet() -> None:
-    """Lightning's and TorchRec's notes about this machine are not what the demo is about."""
+    """Hide notes of Lightning and TorchRec about this machine."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""TorchRec's DLRM as a LightningModule: several tables of bags, one with many ids per sample, on made-up clicks.
+"""TorchRec's DLRM as a LightningModule, with several tables of bags, on synthetic clicks.
 
-``python examples/dlrm.py`` trains on two ranks, and loads the ordinary checkpoint into the plain module. Source: Naumov et al.,
-Deep Learning Recommendation Model (arXiv 1906.00091).
+``python examples/dlrm.py`` trains on two ranks, and loads the checkpoint into the plain module. Source: Naumov et al., Deep
+Learning Recommendation Model (arXiv 1906.00091).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DENSE, DIM = 8, 16
 
 
 class Clicks(Dataset[dict[str, Any]]):
-    """Samples whose label follows from hidden tastes; ``"viewed"`` holds few ids for most, and hundreds for some."""
+    """Samples with labels from hidden preferences. ``"viewed"`` has few ids in most samples, and hundreds in some."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ class Clicks(Dataset[dict[str, Any]]):
         return len(self.viewed)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Ids of every feature, dense numbers of shape ``[DENSE]``, and whether it was clicked."""
+        """Return ids of every feature, dense numbers of shape ``[DENSE]``, and the label."""
         end = self._ends[index]
         ids = {name: ids[index : index + 1] for name, ids in self._ids.items()}
         ids["viewed"] = self._ids["viewed"][end - self.viewed[index] : end]
@@ -51,7 +51,7 @@ class Clicks(Dataset[dict[str, Any]]):
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """``ids``, a KeyedJaggedTensor; ``dense``, ``[samples, DENSE]``; ``clicked``, ``[samples]``."""
+    """Return ``ids``, a KeyedJaggedTensor; ``dense``, shape ``[samples, DENSE]``; ``clicked``, shape ``[samples]``."""
     parts = [sample["ids"][feature] for feature in ROWS for sample in samples]
     values, lengths = torch.from_numpy(np.concatenate(parts)), torch.tensor([len(part) for part in parts])
     return {
@@ -62,7 +62,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ClickModel(L.LightningModule):
-    """Whether a sample is clicked."""
+    """Predicts whether a sample is clicked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,18 +74,18 @@ class ClickModel(L.LightningModule):
         self.auroc = BinaryAUROC()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The mean over the rank's samples."""
+        """Return the mean loss over the rank's samples."""
         loss = nn.functional.binary_cross_entropy_with_logits(self._rate(batch), batch["clicked"])
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Area under the curve over all ranks."""
+        """Update the area under the ROC curve of all ranks."""
         self.auroc.update(self._rate(batch), batch["clicked"].int())
         self.log("auroc", self.auroc, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for all; the tables follow it."""
+        """Return one optimizer for all parameters, including the tables."""
         return torch.optim.Adagrad(self.parameters(), lr=0.02)
 
     def _rate(self, batch: dict[str, Any]) -> Tensor:
@@ -93,11 +93,11 @@ class ClickModel(L.LightningModule):
 
 
 def main() -> None:
-    """Train, save, and load into the plain module."""
+    """Train, save a checkpoint, and load it into the plain module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--out", type=Path, default=Path("dlrm.ckpt"), help="the checkpoint (default: dlrm.ckpt)")
+    parser.add_argument("--out", type=Path, default=Path("dlrm.ckpt"), help="path of the checkpoint (default: dlrm.ckpt)")
     options = parser.parse_args()
     L.seed_everything(0)
     train, validate = Clicks(options.samples), Clicks(options.samples // 10, seed=2)
@@ -112,7 +112,7 @@ def main() -> None:
         plain = ClickModel()
         plain.load_state_dict(torch.load(options.out, weights_only=False)["state_dict"])
         with torch.no_grad():
-            print("the plain module rates", plain.eval()._rate(collate([validate[0], validate[1]])).sigmoid().tolist())
+            print("ratings of the plain module:", plain.eval()._rate(collate([validate[0], validate[1]])).sigmoid().tolist())
 
 
 if __name__ == "__main__":

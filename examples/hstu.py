@@ -1,4 +1,4 @@
-"""An HSTU-style sequence recommender on jagged tensors, as an ordinary LightningModule on a TorchRec EmbeddingCollection.
+"""An HSTU-style sequence recommender on jagged tensors: an ordinary LightningModule with a TorchRec EmbeddingCollection.
 
 Source: Zhai et al., Actions Speak Louder than Words (HSTU, arXiv 2402.17152).
 """
@@ -19,25 +19,25 @@ from lightning_freescale.data import collate_histories
 from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 POSITIONS, TIMES = 16, 40  # buckets of the relative bias, by powers of two
-QUERIES = 128  # attention goes through a history in blocks of this many queries, each against its own past only
+QUERIES = 128  # attention processes a history in blocks of this many queries, each with its past only
 
 
 class CollateWithNegatives:
-    """Collates histories and draws negatives for training, so that all ids of a step stand in its batch.
+    """Collates histories and draws negatives for training, so that the batch contains all ids of its step.
 
-    What is drawn follows from the histories of the batch alone: the same in every run, with any number of workers, and after a
-    resume.
+    The negatives only depend on the histories of the batch. They are the same in every run, with any number of workers, and
+    after a resume.
 
     Args:
-        num_items: negatives are drawn from all items alike.
-        negatives: how many, shared by the samples of a batch.
+        num_items: number of items, from which negatives are drawn uniformly.
+        negatives: number of negatives, which the samples of a batch share.
     """
 
     def __init__(self, num_items: int, negatives: int = 512) -> None:
         self.num_items, self.negatives = num_items, negatives
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of ``collate_histories``, and in training ``ids``, what the item table will be asked for."""
+        """Return the batch of ``collate_histories``, and in training also ``ids``, the ids of all lookups."""
         batch = collate_histories(samples)
         items, target = batch["features"].values(), batch["target"]
         if len(target) != len(items):
@@ -45,13 +45,13 @@ class CollateWithNegatives:
         return {**batch, "ids": item_ids(items, batch["features"].lengths(), target, self.draw(items))}
 
     def draw(self, items: Tensor) -> Tensor:
-        """The negatives of a batch with these histories."""
+        """Return the negatives of a batch with these histories."""
         seed = zlib.crc32(items.numpy().tobytes())
         return torch.randint(0, self.num_items, (self.negatives,), generator=torch.Generator().manual_seed(seed))
 
 
 def item_ids(items: Tensor, lengths: Tensor, target: Tensor, negative: Tensor) -> KeyedJaggedTensor:
-    """One lookup for histories, their targets and negatives; the negatives travel with the first sample."""
+    """Return one lookup for histories, their targets and negatives. The negatives belong to the first sample."""
     with_first = torch.zeros_like(lengths)
     with_first[0] = len(negative)
     return KeyedJaggedTensor(
@@ -62,7 +62,7 @@ def item_ids(items: Tensor, lengths: Tensor, target: Tensor, negative: Tensor) -
 
 
 class Block:
-    """Some queries of one history and all keys they may see: ``scale`` averages over the visible keys."""
+    """A block of queries of one history and all keys that they see. ``scale`` averages over the visible keys."""
 
     def __init__(self, start: int, times: Tensor) -> None:
         end = min(start + QUERIES, len(times))
@@ -77,7 +77,7 @@ class Block:
 
 
 class Jagged:
-    """Where the histories of a batch lie, and the blocks of all their pairs of positions; shared by all layers."""
+    """The lengths of the histories of a batch, and the blocks of all their pairs of positions. All layers share it."""
 
     def __init__(self, lengths: list[int], times: Tensor) -> None:
         self.lengths = lengths
@@ -85,7 +85,7 @@ class Jagged:
 
 
 class HSTUBlock(nn.Module):
-    """Pointwise SiLU attention with a relative position and time bias, gated by U; no padding, no softmax."""
+    """Pointwise SiLU attention with a relative position and time bias, gated by U, without padding and softmax."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class HSTUBlock(nn.Module):
         self.time_bias = nn.Parameter(torch.zeros(TIMES))
 
     def forward(self, x: Tensor, jagged: Jagged) -> Tensor:
-        """``x`` and the result have shape ``[total length, dim]``."""
+        """Return the output for ``x``. Both have shape ``[total length, dim]``."""
         u, v, q, k = nn.functional.silu(self.uvqk(self.norm(x))).chunk(4, dim=1)
         bias = (self.position_bias[:, None] + self.time_bias[None, :]).flatten()
         parts = zip(*(t.unflatten(1, (self.heads, -1)).transpose(0, 1).split(jagged.lengths, dim=1) for t in (q, k, v)))
@@ -106,21 +106,21 @@ class HSTUBlock(nn.Module):
 
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, block: Block) -> Tensor:
-        """``q``, ``k`` and ``v`` of one history, ``[heads, length, dim / heads]``."""
+        """Attend within one history. ``q``, ``k`` and ``v`` have shape ``[heads, length, dim / heads]``."""
         scores = q[:, block.queries] @ k[:, block.keys].transpose(1, 2)
         scores = scores + bias.index_select(0, block.buckets).view_as(block.scale)
         return (nn.functional.silu(scores) * block.scale) @ v[:, block.keys]
 
 
 class HSTURecommender(L.LightningModule):
-    """Predicts every next item of a history, on batches of :class:`CollateWithNegatives`.
+    """Predicts each next item of a history, on batches of :class:`CollateWithNegatives`.
 
     Args:
-        num_items: rows of the item table.
+        num_items: number of rows of the item table.
         dim: width of embeddings and blocks.
         layers: number of HSTU blocks.
-        heads: attention heads per block.
-        dropout: on the input embeddings.
+        heads: number of attention heads per block.
+        dropout: dropout of the input embeddings.
         lr: learning rate of the dense part (AdamW).
         item_lr: learning rate of the item table (row-wise Adagrad, applied in backward).
     """
@@ -148,14 +148,14 @@ class HSTURecommender(L.LightningModule):
         self.scores = nn.ModuleDict({stage: RankingMetrics(top_k=10, prefix=f"{stage}_") for stage in ("val", "test")})
 
     def forward(self, items: Tensor, lengths: list[int], times: Tensor) -> Tensor:
-        """What each position predicts, ``[total length, dim]``, from the item embeddings of the same shape."""
+        """Return the prediction of each position from the item embeddings. Both have shape ``[total length, dim]``."""
         x, jagged = self.dropout(items), Jagged(lengths, times)
         for block in self.blocks:
             x = block(x, jagged)
         return self.norm(x)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Softmax over the target and shared negatives; the mean over all targets of the rank."""
+        """Return the mean loss over all targets of the rank: a softmax over the target and shared negatives."""
         target, lengths = batch["target"], batch["features"].lengths()
         found, negative = self.items(batch["ids"]), batch["ids"]["negative"].values()
         predicted = self(found["item"].values(), lengths.tolist(), batch["time"])
@@ -175,17 +175,17 @@ class HSTURecommender(L.LightningModule):
         self._score("test", batch)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The ten best unseen items of every user, ``[samples, 10]``."""
+        """Return the ten best unseen items of each user, shape ``[samples, 10]``."""
         return self._rate(batch).topk(10, dim=1).indices
 
     def on_validation_epoch_start(self) -> None:
-        """All items once; every rank asks for them, so all take part in the exchange."""
+        """Look up all items once. All ranks do so, because the exchange is collective."""
         self._catalogue()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """For the dense part; the item table has its own."""
+        """Return the optimizer of the dense part. The item table has a separate one."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
     def _catalogue(self) -> None:

@@ -1,13 +1,18 @@
-"""A small language model whose table of tokens is sharded, and what that can and cannot hide.
+"""A small language model with a sharded table of tokens, and the limits of overlap for such a table.
 
-``python examples/language_model_tokens.py`` trains on two ranks. A step of text asks for nearly all frequent tokens, so most
-rows of the next step collide with it: they wait for this step's gradients, and only the rare ones come ahead. Two settings
-help there. With ``--micro-batches 2`` no row changes within a step, so only the first part's rows and the last part's
-gradients can be waited for. With ``--split-backward`` the gradients of the dense weights, most of a language model's, are
-computed while those of the rows travel. Run it with and without, and compare what is waited for.
+``python examples/language_model_tokens.py`` trains on two ranks. A step of text looks up nearly all frequent tokens, so most
+rows of the next step collide: they need the gradients of this step, and only rare rows can be exchanged ahead. Two options
+reduce the wait:
 
-Shard a table whose rows are looked up. A softmax over all tokens needs its weight whole, so the output layer has its own
-here, which DDP trains, and is not tied to the table.
+- ``--micro-batches 2``: rows do not change within a step, so only the rows of the first part and the gradients of the last part
+  are exposed.
+- ``--split-backward``: the gradients of the dense weights, the largest part of a language model, are computed while those of
+  the rows are exchanged.
+
+Run the example with and without these options, and compare the reports.
+
+Shard only tables whose rows are looked up. A softmax over all tokens needs the whole weight, so the output layer is a separate
+weight that DDP trains. It is not tied to the table.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleSt
 from lightning_freescale.balance import CostModel
 
 TOKENS, DIM, LAYERS, LONGEST = 1_000, 64, 2, 256
-PADDING = 0  # tokens are counted from 1
+PADDING = 0  # tokens start at 1
 
 
 class Text(Dataset[Tensor]):
-    """Made-up documents: few tokens are frequent, as in text, and one in two follows from the one before."""
+    """Synthetic documents with few frequent tokens. The previous token determines half of the tokens."""
 
     def __init__(self, documents: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -40,10 +45,10 @@ class Text(Dataset[Tensor]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tensor:
-        """``[length + 1]`` tokens."""
+        """Return the tokens, shape ``[length + 1]``."""
         draw = torch.Generator().manual_seed(int(self.seeds[index]))
         count = int(self.lengths[index]) + 1
-        tokens = (TOKENS ** torch.rand(count, generator=draw)).long()  # as Zipf's law has it
+        tokens = (TOKENS ** torch.rand(count, generator=draw)).long()  # by Zipf's law
         follows = torch.rand(count, generator=draw) < 0.5
         for place in range(1, count):
             if follows[place]:
@@ -52,13 +57,13 @@ class Text(Dataset[Tensor]):
 
 
 def collate(documents: list[Tensor]) -> dict[str, Tensor]:
-    """``ids`` and ``target``, int64 ``[documents, longest]``: ids are what the table is asked for."""
+    """Return ``ids``, the ids of the lookup, and ``target``, both int64 of shape ``[documents, longest]``."""
     tokens = pad_sequence(documents, batch_first=True, padding_value=PADDING)
     return {"ids": tokens[:, :-1] * (tokens[:, 1:] != PADDING), "target": tokens[:, 1:]}
 
 
 class LanguageModel(L.LightningModule):
-    """A causal transformer over an ordinary ``nn.Embedding``."""
+    """A causal transformer with an ordinary ``nn.Embedding``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,37 +75,37 @@ class LanguageModel(L.LightningModule):
         self.negative_log = MeanMetric()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the token after each, ``[documents, longest, TOKENS + 1]``; padding comes last and no token sees it."""
+        """Return the logits of the next tokens, shape ``[documents, longest, TOKENS + 1]``. The causal mask hides padding."""
         longest = ids.shape[1]
         later = nn.Transformer.generate_square_subsequent_mask(longest, device=ids.device)
         x = self.tokens(ids) + self.positions.weight[:longest]
         return self.output(self.norm(self.layers(x, mask=later, is_causal=True)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The mean over the rank's tokens."""
+        """Return the mean loss over the rank's tokens."""
         loss = nn.functional.cross_entropy(self(batch["ids"]).flatten(0, 1), batch["target"].flatten(), ignore_index=PADDING)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """The mean over the tokens of all ranks of the negative log likelihood, whose exponential is the perplexity."""
+        """Update the mean negative log likelihood of all tokens. Its exponential is the perplexity."""
         known = batch["target"] != PADDING
         found = nn.functional.cross_entropy(self(batch["ids"])[known], batch["target"][known], reduction="none")
         self.negative_log.update(found)
         self.log("negative_log", self.negative_log, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for all; the table follows it."""
+        """Return one optimizer for all parameters, including the table."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
 def main() -> None:
-    """Train, validate, and say how many rows collided."""
+    """Train, validate, and print the number of rows that collided."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--documents", type=int, default=2_000)
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a step")
-    parser.add_argument("--split-backward", action="store_true", help="gradients of dense weights after those of rows")
+    parser.add_argument("--micro-batches", type=int, default=1, help="number of parts of a step")
+    parser.add_argument("--split-backward", action="store_true", help="compute gradients of dense weights after those of rows")
     options = parser.parse_args()
     L.seed_everything(0)
     train = Text(options.documents)

@@ -1,7 +1,7 @@
-"""Histories that need not fit into memory: HSTU trained from Parquet files, of which each rank holds a few row groups.
+"""Training of HSTU with histories larger than memory: each rank keeps a few row groups of Parquet files.
 
-``python examples/parquet.py`` makes histories up, in the folder ``made_up_histories``, and trains on two ranks. Of your own,
-``--path 'histories/*.parquet' --num-items N``, each row is a user, with lists of its items and of their times.
+``python examples/parquet.py`` writes synthetic histories to the folder ``made_up_histories``, and trains on two ranks. To use
+your own files, pass ``--path 'histories/*.parquet' --num-items N``. Each row must be a user, with lists of items and times.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ COLUMNS = pa.schema({"user": pa.int64(), "item": pa.list_(pa.int64()), "time": p
 
 
 def write(folder: Path, users: int, files: int = 2, row_groups: int = 12) -> None:
-    """Write histories a row group at a time, as a job over a log would; most are short, some long."""
+    """Write histories by row group. Most histories are short, and some are long."""
     folder.mkdir()
     of_all = np.array_split(np.arange(users), files * row_groups)
     for file in range(files):
         with pq.ParquetWriter(folder / f"part-{file}.parquet", COLUMNS) as writer:
             for ids in of_all[file::files]:
-                writer.write_table(pa.table(make_up(ids), schema=COLUMNS))  # becomes one row group
+                writer.write_table(pa.table(make_up(ids), schema=COLUMNS))  # one row group
 
 
 def make_up(users: np.ndarray) -> dict[str, object]:
-    """The columns of some users: the next item follows from the last, but for a little noise."""
+    """Return the columns of some users. The last item determines the next one, up to a little noise."""
     draw = np.random.default_rng(users[0])
     lengths = np.clip(draw.lognormal(3, 1, len(users)), 4, 300).astype(int)
     items = [(draw.integers(ITEMS) + 7 * np.arange(n) + draw.integers(3, size=n)) % ITEMS for n in lengths]
@@ -40,34 +40,34 @@ def make_up(users: np.ndarray) -> dict[str, object]:
 
 
 class HeldRowGroups(L.Callback):
-    """Says how much of the data this process had in memory at once."""
+    """Prints the largest share of the data in the memory of this process."""
 
     def __init__(self) -> None:
         self.most = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        """Count what is held now."""
+        """Count the row groups in memory."""
         histories = trainer.datamodule.train.dataset.histories
         self.most = max(self.most, sum(map(histories.holds, range(len(histories.first_users) - 1))))
 
     def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
-        """Print it; with ``num_workers`` the loader's workers hold row groups, each as many, and the rank none."""
+        """Print the largest number. With ``num_workers``, row groups are in the memory of each worker instead."""
         row_groups = len(trainer.datamodule.train.dataset.histories.first_users) - 1
-        trainer.print(f"held at once: at most {self.most} of {row_groups} row groups")
+        trainer.print(f"in memory at the same time: at most {self.most} of {row_groups} row groups")
 
 
 def main() -> None:
-    """Train, validate every epoch, and say how well it does."""
+    """Train, validate every epoch, and print the hit rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", help="a file or a pattern, on a disk that every rank sees (default: made up)")
-    parser.add_argument("--num-items", type=int, default=ITEMS, help="item ids are less than this")
-    parser.add_argument("--users", type=int, default=2_400, help="how many are made up")
+    parser.add_argument("--path", help="a file or pattern on a disk that all ranks share (default: synthetic data)")
+    parser.add_argument("--num-items", type=int, default=ITEMS, help="number of items; ids must be smaller")
+    parser.add_argument("--users", type=int, default=2_400, help="number of synthetic users")
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     L.seed_everything(0)
-    if options.path is None and not MADE_UP.exists():  # it does where the Trainer has started this process
+    if options.path is None and not MADE_UP.exists():  # it exists in processes that the Trainer starts
         write(MADE_UP, options.users)
-    # lengths are read now, and a row group when a step needs one of its histories
+    # reads lengths now, and row groups when a step needs one of their histories
     data = FreeScaleDataModule.from_parquet(
         options.path or f"{MADE_UP}/*.parquet", user="user", item="item", time="time", row_group_window=4, batch_size=16
     )

@@ -1,8 +1,8 @@
-"""SASRec over a plain ``nn.Embedding``: from a file of ratings to a served model.
+"""SASRec with a plain ``nn.Embedding``, from a file of ratings to recommendations.
 
-``python examples/sasrec.py`` trains on two ranks, whose table of items is sharded, saves an ordinary checkpoint, loads it into
-the plain module, and asks it what to recommend. With ``--loss ce`` the loss is a softmax over all items. Source: Kang and
-McAuley, Self-Attentive Sequential Recommendation (arXiv 1808.09781).
+``python examples/sasrec.py`` trains on two ranks with a sharded table of items, saves an ordinary checkpoint, loads it into the
+plain module, and prints recommendations. With ``--loss ce``, the loss is a softmax over all items. Source: Kang and McAuley,
+Self-Attentive Sequential Recommendation (arXiv 1808.09781).
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from lightning_freescale.losses import catalogue_cross_entropy
 from lightning_freescale.metrics import RankingMetrics, target_ranks
 
 RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
-PADDING = 0  # items are counted from 1
+PADDING = 0  # items start at 1
 
 
 def collate(samples: list[dict[str, Any]], num_items: int) -> dict[str, Tensor]:
-    """Histories side by side, their next items, and as many that were not.
+    """Return a padded batch of histories with targets and negatives.
 
     Returns:
-        ``ids``, int64 ``[3, samples, longest]``: items, targets and negatives, which is what the table is asked for; in
-        evaluation only items are there. ``target``, int64 ``[samples]``, in evaluation.
+        In training, ``ids``: items, targets and negatives, int64 of shape ``[3, samples, longest]``. In evaluation, ``ids``:
+        items of shape ``[1, samples, longest]``, and ``target``, int64 of shape ``[samples]``.
     """
     items = [torch.from_numpy(sample["item"]) + 1 for sample in samples]
     history = pad_sequence(items, batch_first=True, padding_value=PADDING)
     targets = [torch.from_numpy(sample["target"]) + 1 for sample in samples]
     if len(targets[0]) != len(items[0]):
         return {"ids": history[None], "target": torch.cat(targets)}
-    # what is drawn follows from the histories, so that every run draws the same
+    # the seed depends on the histories, so that every run draws the same negatives
     draw = torch.Generator().manual_seed(zlib.crc32(history.numpy().tobytes()))
     negative = torch.randint(1, num_items + 1, history.shape, generator=draw) * (history != PADDING)
     return {"ids": torch.stack([history, pad_sequence(targets, batch_first=True, padding_value=PADDING), negative])}
 
 
 class SASRec(L.LightningModule):
-    """Predicts every next item of a history by causal self-attention.
+    """Predicts each next item of a history by causal self-attention.
 
     Args:
-        num_items: rows of the item table, beside that of the padding.
-        max_length: the longest history.
+        num_items: number of items; the table has one more row for padding.
+        max_length: length of the longest history.
         dim: width of embeddings and layers.
         layers: number of attention layers.
-        heads: attention heads per layer.
-        dropout: everywhere.
-        loss: ``"bce"``, against one item that was not next, or ``"ce"``, over all items.
+        heads: number of attention heads per layer.
+        dropout: dropout of all layers.
+        loss: ``"bce"``, with one negative per target, or ``"ce"``, a softmax over all items.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class SASRec(L.LightningModule):
         self.scores, self.loss = RankingMetrics(top_k=10), loss
 
     def forward(self, rows: Tensor, known: Tensor) -> Tensor:
-        """What each position predicts, ``[samples, longest, dim]``, from item rows of that shape and which are no padding."""
+        """Return the prediction of each position from item rows, both of shape ``[samples, longest, dim]``."""
         longest = rows.shape[1]
         x = rows * self.items.embedding_dim**0.5 + self.positions.weight[:longest]
         later = torch.ones(longest, longest, dtype=torch.bool, device=rows.device).triu(1)
         return self.norm(self.layers(x, mask=later, src_key_padding_mask=~known, is_causal=True))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean over the rank's targets."""
+        """Return the mean loss over the rank's targets."""
         known = batch["ids"][0] != PADDING
         if self.loss == "ce":
             predicted = self(self.items(batch["ids"][0]), known)[known]
@@ -97,7 +97,7 @@ class SASRec(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """All items once; every rank asks for them, so all take part in the exchange."""
+        """Look up all items once. All ranks do so, because the exchange is collective."""
         self.catalogue = self.items(torch.arange(self.items.num_embeddings, device=self.device))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -106,7 +106,7 @@ class SASRec(L.LightningModule):
         self.log_dict(self.scores, on_epoch=True, prog_bar=True)
 
     def rate(self, history: Tensor) -> Tensor:
-        """How well each item, padding and those already seen last, would be next; shape ``[samples, num_items + 1]``."""
+        """Return the scores of next items, shape ``[samples, num_items + 1]``; padding and seen items have -inf."""
         known = history != PADDING
         last = known.sum(1) - 1
         states = self(self.catalogue[history], known)[torch.arange(len(history)), last]
@@ -117,17 +117,17 @@ class SASRec(L.LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer for all; the sharded table follows it."""
+        """Return one optimizer for all parameters, including the sharded table."""
         return torch.optim.Adam(self.parameters(), lr=1e-3, betas=(0.9, 0.98))
 
 
 def main() -> None:
-    """Train, save, load, serve."""
+    """Train, save a checkpoint, load it, and print recommendations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--max-length", type=int, default=200)
     parser.add_argument("--loss", choices=["bce", "ce"], default="bce", help="bce: one negative; ce: softmax over all items")
-    parser.add_argument("--out", type=Path, default=Path("sasrec.ckpt"), help="the checkpoint (default: sasrec.ckpt)")
+    parser.add_argument("--out", type=Path, default=Path("sasrec.ckpt"), help="path of the checkpoint (default: sasrec.ckpt)")
     options = parser.parse_args()
     L.seed_everything(0)
     columns = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def serve(checkpoint: Path, data: FreeScaleDataModule) -> None:
-    """What the plain module, which knows nothing of ranks, recommends to the first user."""
+    """Print the recommendations of the plain module to the first user."""
     model = SASRec.load_from_checkpoint(checkpoint, map_location="cpu").eval()
     history = torch.from_numpy(data.predict_dataset[0]["item"][None]) + 1
     with torch.no_grad():

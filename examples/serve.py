@@ -1,8 +1,8 @@
-"""Serving: the weights of a checkpoint in the plain module, on one process, that knows of no ranks.
+"""Serving of the weights of a checkpoint with the plain module in a single process.
 
-``python examples/serve.py --checkpoint sasrec.ckpt`` serves what ``examples/sasrec.py`` has trained; without a checkpoint a
-small one is trained first, on two ranks. What is served is a file of weights alone, as ``freescale consolidate`` takes it out
-of a checkpoint: neither Lightning's Trainer nor the strategy is needed to read it.
+``python examples/serve.py --checkpoint sasrec.ckpt`` serves a model of ``examples/sasrec.py``. Without a checkpoint, the script
+first trains a small model on two ranks. ``freescale consolidate`` extracts the weights from the checkpoint into a file. Reading
+this file needs neither Lightning's Trainer nor the strategy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_freescale.data import read_interactions
 
 
 class Server:
-    """Recommends by weights in memory.
+    """Recommends items with weights in memory.
 
     Args:
-        weights: a file of ``freescale consolidate``, whose tables are whole.
-        heads: attention heads per layer, which no weight tells.
+        weights: file of ``freescale consolidate``, with whole tables.
+        heads: number of attention heads per layer, which cannot be read from the weights.
     """
 
     def __init__(self, weights: Path, heads: int = 1) -> None:
@@ -33,13 +33,13 @@ class Server:
         rows, dim = state["items.weight"].shape
         layers = len({name.split(".")[2] for name in state if name.startswith("layers.layers.")})
         self.model = SASRec(rows - 1, len(state["positions.weight"]), dim, layers, heads)
-        self.model.load_state_dict(state)  # strict: every weight, and no other
+        self.model.load_state_dict(state)  # raises for missing and unexpected weights
         self.model.eval()
-        self.model.catalogue = self.model.items.weight.detach()  # an ordinary table again, all rows at hand
+        self.model.catalogue = self.model.items.weight.detach()  # an ordinary table with all rows
 
     @torch.inference_mode()
     def recommend(self, histories: list[Tensor], k: int) -> tuple[Tensor, Tensor]:
-        """Scores and items, ``[histories, k]`` each, best first, of items that a history does not have."""
+        """Return the scores and ids of the ``k`` best unseen items, shape ``[histories, k]`` each, in descending order."""
         longest = self.model.positions.num_embeddings
         recent = pad_sequence([history[-longest:] + 1 for history in histories], batch_first=True)  # 0 is the padding
         rated = self.model.rate(recent)
@@ -50,7 +50,7 @@ class Server:
 
 
 def consolidate(checkpoint: Path) -> Path:
-    """Run ``freescale consolidate``, and return the file it has written, beside the checkpoint."""
+    """Run ``freescale consolidate``, and return the path of the weights, next to the checkpoint."""
     weights = checkpoint.with_suffix(".pt")
     command = [sys.executable, "-m", "lightning_freescale", "consolidate", checkpoint, weights, "--force"]
     subprocess.run(command, check=True)
@@ -58,11 +58,11 @@ def consolidate(checkpoint: Path) -> Path:
 
 
 def main() -> None:
-    """Train if need be, consolidate, load, and recommend."""
+    """Train if there is no checkpoint, consolidate, load, and recommend."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="of examples/sasrec.py (default: trains a small one)")
-    parser.add_argument("--users", type=int, default=3, help="how many are served")
-    parser.add_argument("-k", type=int, default=5, help="how many items each is recommended")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint of examples/sasrec.py (default: train a small model)")
+    parser.add_argument("--users", type=int, default=3, help="number of users to serve")
+    parser.add_argument("-k", type=int, default=5, help="number of recommended items per user")
     options = parser.parse_args()
     checkpoint = options.checkpoint or Path("served.ckpt")
     if options.checkpoint is None:

@@ -1,7 +1,7 @@
-"""Side features: sequences of items and of their categories in one collection, bags of user attributes in another.
+"""Side features: one collection for sequences of items and categories, and another for bags of user attributes.
 
-``python examples/side_features.py`` trains on two ranks. Each collection is sharded and overlapped by itself, since the ids of
-both stand in the batch, an ordinary dict; which features a table serves is TorchRec's configuration, as ever.
+``python examples/side_features.py`` trains on two ranks. The strategy shards and overlaps each collection separately, because
+the batch, an ordinary dict, contains the ids of both. As usual, TorchRec's configuration assigns features to tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITEMS, CATEGORIES, CITIES, DIM = 3_000, 50, 200, 32
 
 
 class Visits(Dataset[dict[str, Tensor]]):
-    """Made-up visits, and whether the item shown next was bought: mostly if its category was seen, or is an interest."""
+    """Synthetic visits and purchases. Items of seen categories and of interests are bought more often."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ class Visits(Dataset[dict[str, Tensor]]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``item`` and ``category``, ``[length]``; ``interest``, ``[1 to 4]``; all others ``[1]``."""
+        """Return ``item`` and ``category``, shape ``[length]``; ``interest``, shape ``[1 to 4]``; others, shape ``[1]``."""
         draw = torch.Generator().manual_seed(int(self.seeds[index]))
         interest = torch.randint(CATEGORIES, (int(torch.randint(1, 5, (1,), generator=draw)),), generator=draw)
         taste = interest[torch.randint(len(interest), (int(self.lengths[index]),), generator=draw)]
@@ -50,13 +50,13 @@ class Visits(Dataset[dict[str, Tensor]]):
 
 
 def jagged(samples: list[dict[str, Tensor]], *features: str) -> KeyedJaggedTensor:
-    """The ids of some features, one feature after the other."""
+    """Return the ids of some features."""
     parts = [sample[feature] for feature in features for sample in samples]
     return KeyedJaggedTensor(keys=list(features), values=torch.cat(parts), lengths=torch.tensor([len(p) for p in parts]))
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """``sequence`` and ``user``, what each collection is asked for; ``bought``, float ``[samples]``."""
+    """Return ``sequence`` and ``user``, the ids of each collection, and ``bought``, float of shape ``[samples]``."""
     return {
         "sequence": jagged(samples, "item", "shown", "category", "shown_category"),
         "user": jagged(samples, "city", "interest"),
@@ -65,7 +65,7 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 class SideFeatures(L.LightningModule):
-    """Attends from the item shown, with its category, over the history; the user's attributes join behind."""
+    """Attends from the shown item and its category over the history, and then adds the user's attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class SideFeatures(L.LightningModule):
         self.auroc = BinaryAUROC()
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """How likely each sample's item is bought, as logits ``[samples]``."""
+        """Return the logits of a purchase, shape ``[samples]``."""
         rows, user = self.sequences(batch["sequence"]), self.attributes(batch["user"]).values()
         lengths = batch["sequence"]["item"].lengths().tolist()
         history = pad_sequence((rows["item"].values() + rows["category"].values()).split(lengths), batch_first=True)
@@ -99,18 +99,18 @@ class SideFeatures(L.LightningModule):
         return self.rate(torch.cat([shown, seen, user], dim=1)).squeeze(1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The mean over the rank's samples."""
+        """Return the mean loss over the rank's samples."""
         loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["bought"])
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Area under the curve over all ranks."""
+        """Update the area under the ROC curve of all ranks."""
         self.auroc.update(self(batch), batch["bought"].int())
         self.log("auroc", self.auroc, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for all; the tables of both collections follow it."""
+        """Return one optimizer for all parameters, including the tables."""
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 

@@ -12,14 +12,14 @@ from lightning_freescale import FreeScaleDataModule
 
 
 class RecommenderCLI(LightningCLI):
-    """Gives the model as many rows as the data has items, and its batches negatives of them."""
+    """Passes the number of items from the data to the model and to the collate function."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link the number of items."""
+        """Link the number of items to the model."""
         parser.link_arguments("data.histories", "model.num_items", lambda h: h.num_items, apply_on="instantiate")
 
     def instantiate_classes(self) -> None:
-        """Draw negatives where batches are made."""
+        """Set the collate function, which draws negatives."""
         super().instantiate_classes()
         self.datamodule.collate_fn = CollateWithNegatives(self.datamodule.histories.num_items)
 

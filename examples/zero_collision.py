@@ -1,10 +1,10 @@
-"""Raw ids of any size in a table of few rows: TorchRec's zero collision hashing, whose map says which id has which row.
+"""Raw ids of any size in a small table with TorchRec's zero collision hashing, which maps ids to rows.
 
-``python examples/zero_collision.py`` trains on two ranks with ``MCHManagedCollisionModule``, on CPU or GPU. The ids that came
-most often have rows of their own, the others of a rank share one. With ``--map mpzch`` the map is
-``HashZchManagedCollisionModule`` (multi-probe), for GPUs only, and not tested: on CPU FBGEMM's kernel looks ids up, and neither
-adds nor evicts any, so training there is refused. Either map is sharded with its table and trained as plain TorchRec trains
-it. The exchange is not overlapped: where the row of an id is, only its owner's map can tell.
+``python examples/zero_collision.py`` trains on two ranks with ``MCHManagedCollisionModule``, on CPU or GPU. The most frequent
+ids have separate rows, and all other ids of a rank share one row. ``--map mpzch`` selects ``HashZchManagedCollisionModule``
+(multi-probe), which needs GPUs and is not tested. On CPU, FBGEMM's kernel neither adds nor evicts ids, so the strategy refuses
+it. Both maps are sharded with their tables and trained as in plain TorchRec. The exchange is not overlapped, because only the
+map of the owner has the row of an id.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, ManagedCollisionColl
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 
 ROWS, DIM = 512, 16
-IDS = 2**40  # raw ids are less than this, as hashes of names are
-ITEMS = 2_000  # so many of them come at all
+IDS = 2**40  # raw ids are smaller, for example hashes of names
+ITEMS = 2_000  # number of different ids in the data
 
 
 class Clicks(Dataset[dict[str, Tensor]]):
-    """Made-up clicks on items of raw ids, few of which are popular; what is clicked depends on the item alone."""
+    """Synthetic clicks on items with raw ids. Few items are popular, and clicks only depend on the item."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         items = torch.Generator().manual_seed(0)  # the same for every seed
         raw, quality = torch.randint(IDS, (ITEMS,), generator=items), torch.randn(ITEMS, generator=items)
         draw = torch.Generator().manual_seed(seed + 1)
-        item = (ITEMS ** torch.rand(samples, generator=draw)).long() - 1  # as Zipf's law has it
+        item = (ITEMS ** torch.rand(samples, generator=draw)).long() - 1  # by Zipf's law
         self.ids = raw[item]
         self.clicked = torch.bernoulli((3 * quality[item]).sigmoid(), generator=draw)
 
@@ -44,25 +44,25 @@ class Clicks(Dataset[dict[str, Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``id`` and ``clicked``, numbers."""
+        """Return the scalars ``id`` and ``clicked``."""
         return {"id": self.ids[index], "clicked": self.clicked[index]}
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """``ids``, one raw id a sample, and ``clicked``, ``[samples]``."""
+    """Return ``ids``, one raw id per sample, and ``clicked``, shape ``[samples]``."""
     values, lengths = torch.stack([sample["id"] for sample in samples]), torch.ones(len(samples), dtype=torch.int32)
     ids = KeyedJaggedTensor(keys=["item"], values=values, lengths=lengths)
     return {"ids": ids, "clicked": torch.stack([sample["clicked"] for sample in samples])}
 
 
 def managed(kind: str) -> ManagedCollisionEmbeddingCollection:
-    """A table of ``ROWS`` rows for ids up to ``IDS``; each rank gets as many rows, and a part of the map."""
+    """Return a table of ``ROWS`` rows for ids below ``IDS``. Rows and map are divided among the ranks."""
     table = EmbeddingConfig(name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item"])
     device = torch.device("cpu")
     if kind == "mpzch":
-        of_table: Any = HashZchManagedCollisionModule(ROWS, device, total_num_buckets=8)  # a multiple of the ranks
+        of_table: Any = HashZchManagedCollisionModule(ROWS, device, total_num_buckets=8)  # a multiple of the number of ranks
     else:
-        # ranks own blocks of the range of ids: say how large it is
+        # ranks own blocks of the range of ids, which input_hash_size defines
         policy = LFU_EvictionPolicy()
         of_table = MCHManagedCollisionModule(ROWS, device, policy, eviction_interval=5, input_hash_size=IDS)
     maps = ManagedCollisionCollection({"item": of_table}, [table])
@@ -70,7 +70,7 @@ def managed(kind: str) -> ManagedCollisionEmbeddingCollection:
 
 
 class ClickModel(L.LightningModule):
-    """Whether an item is clicked."""
+    """Predicts whether an item is clicked."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -79,23 +79,23 @@ class ClickModel(L.LightningModule):
         self.auroc = BinaryAUROC()
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        """Logits, ``[samples]``."""
+        """Return the logits, shape ``[samples]``."""
         rows, _ = self.items(ids)
         return self.rate(rows["item"].values()).squeeze(1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The mean over the rank's samples; in training the map learns which ids come."""
+        """Return the mean loss over the rank's samples. In training, the map also learns the ids."""
         loss = nn.functional.binary_cross_entropy_with_logits(self(batch["ids"]), batch["clicked"])
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Area under the curve over all ranks; the map stays as it is."""
+        """Update the area under the ROC curve of all ranks. The map does not change."""
         self.auroc.update(self(batch["ids"]), batch["clicked"].int())
         self.log("auroc", self.auroc, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for all; the table follows it."""
+        """Return one optimizer for all parameters, including the table."""
         return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     L.seed_everything(0)
     train = Clicks(options.samples)
-    data = FreeScaleDataModule(  # a sample is one id: all cost the same
+    data = FreeScaleDataModule(  # each sample has one id and the same cost
         train, torch.ones(len(train)), 128, collate_fn=collate, val_dataset=Clicks(2_000, seed=1)
     )
     trainer = L.Trainer(

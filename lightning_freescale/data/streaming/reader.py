@@ -152,7 +152,7 @@ class StreamSource(IterableDataset[Any]):
             them by ``torch.utils.data.get_worker_info()``. The source calls ``set_epoch`` if the data set has it.
         chunk_size: samples that a worker reads at a time.
         num_workers: as in ``torch.utils.data.DataLoader``.
-        place: start of the iteration, of which each worker uses its part; by default the start of the epoch.
+        place: start of the iteration for all workers; by default the start of the epoch.
     """
 
     dataset: IterableDataset[Any]
