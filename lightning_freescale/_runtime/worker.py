@@ -45,7 +45,6 @@ class WorkerThread:
         return type(self), (self.name,)
 
     def submit(self, job: Job, *args: Any) -> Future[Any]:
-        """Queue ``job(*args)`` and return its future."""
         future: Future[Any] = Future()
         if not hasattr(_current, "is_worker") and torch._C._current_graph_task_id() == -1:  # not in a backward
             _collect_due()

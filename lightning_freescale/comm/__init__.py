@@ -1,4 +1,4 @@
-"""Communication that takes no compute units from what runs beside it. Needs torch alone."""
+"""Communication without the compute units of a GPU. This package needs only torch."""
 
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.process_group import BACKEND, ProcessGroupFreeScale, register_backend

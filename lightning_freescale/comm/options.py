@@ -1,4 +1,4 @@
-"""The options of a process group."""
+"""The options of a process group ``"freescale"``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import ClassVar
 
 TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
-"""The pinned memory of the host's transport holds sixteen chunks of this size."""
+"""The largest chunk. The pinned memory of the host transport holds sixteen chunks of this size."""
 
 
 @dataclass(frozen=True)
 class ProcessGroupFreeScaleOptions:
-    """Options of a lane: ``dist.new_group(backend="freescale", pg_options=...)`` makes a group with its own order.
+    """The options for ``dist.new_group(backend="freescale", pg_options=...)``. A group with its connections is called a lane.
 
-    Give every rank of a group the same options. The ranks compare transport, priority and chunk_bytes when the group is made.
-    Issue the collectives of a group from one thread: their order must be that of the other ranks.
+    Pass the same options on every rank. The ranks compare transport, priority and chunk_bytes when they create the group. Issue
+    the collectives of a group from one thread, in the same order on every rank.
 
     Attributes:
-        transport: what moves CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"``, or
-            ``"auto"``: torch's own backend, until ``"peer"``, ``"two-level"`` or ``"host"`` has delivered the same bytes in
-            this process, and sooner with compute beside it, which is tried when the first such group is made. CPU tensors
-            take the host's path, or gloo's own with ``"native"``.
-        name: of the lane, for errors and threads; that of the process group if empty.
-        priority: lanes of lower priority in the same process pause while this one has work.
-        chunk_bytes: size of one message, after which a lane may pause; at most 16 MiB. Where a higher lane exists, a lane has
-            two chunks in flight, or what takes two milliseconds; a message of the higher one may have to wait that long.
+        transport: the transport of CUDA tensors: ``"host"``, ``"peer"``, ``"nccl-zero-cta"``, ``"two-level"``, ``"native"`` or
+            ``"auto"``. ``"auto"`` uses torch's own backend until ``"peer"``, ``"two-level"`` or ``"host"`` has passed a trial
+            in this process: it delivers the same bytes, faster beside compute. The trial runs when the first such group is
+            created. CPU tensors use the host transport, or gloo with ``"native"``.
+        name: the name of the lane in errors and threads; by default that of the process group.
+        priority: the priority of the lane. Lanes of lower priority in the same process pause while this lane has work.
+        chunk_bytes: the size of a message, after which a lane may pause; at most 16 MiB. If a lane of higher priority exists,
+            this lane has two chunks or two milliseconds of chunks in flight. A message of the higher lane may wait that long.
 
     Raises:
         ValueError: an option is out of range.
@@ -37,9 +37,9 @@ class ProcessGroupFreeScaleOptions:
     chunk_bytes: int = 1024 * 1024
 
     _lazy_gloo: ClassVar[bool] = False
-    """Whether gloo connects at its first collective, which then waits for all ranks even to be issued."""
+    """Whether gloo connects at its first collective, whose call then blocks until all ranks have made it."""
     _max_ctas: ClassVar[int | None] = None
-    """Thread blocks, and so streaming multiprocessors, that NCCL takes at most; None: as many as it chooses."""
+    """The maximum number of thread blocks, and so of streaming multiprocessors, for NCCL; None for NCCL's choice."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -49,13 +49,13 @@ class ProcessGroupFreeScaleOptions:
 
 
 class LazyGlooOptions(ProcessGroupFreeScaleOptions):
-    """Options of the lanes that this package makes: most have no collective of gloo."""
+    """The options of the lanes that this package creates, which rarely run a collective of gloo."""
 
     _lazy_gloo = True
 
 
 class OverlapOptions(LazyGlooOptions):
-    """Options of a lane whose collectives run beside compute. Not tested on GPU."""
+    """The options of a lane whose collectives run beside compute. Not tested on GPU."""
 
-    # NCCL takes these from the compute, and from DDP's all-reduce, which has to fit on the device as well
+    # these multiprocessors are not available for compute and for DDP's all-reduce, which must fit on the device as well
     _max_ctas = 8

@@ -1,4 +1,4 @@
-"""The process group ``"freescale"``: all-to-all and all-gather by its transport, everything else by torch's own backends."""
+"""The process group ``"freescale"``. Its transport runs all-to-all and all-gather; torch's own backends run everything else."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lightning_freescale.comm.transports.transport import RankBuffers
 
 BACKEND = "freescale"
 
-# A model that is no longer used, and with it the process groups of its tables, waits for the garbage collector. A worker of a
-# DataLoader that would collect them waits for threads that fork has not copied: it hangs in gloo's destructor, or dies of a
-# segmentation fault. So a forked process never collects what it has inherited.
+# The garbage collector destroys an unused model and the process groups of its tables. In a DataLoader worker, their destructors
+# would wait for threads that fork has not copied: the worker would hang, or crash with a segmentation fault. A forked process
+# therefore never collects inherited objects.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# Every method is delegated explicitly: one that falls through to the C++ base class would run while holding the GIL, which
-# deadlocks with gloo's own thread.
+# Every method is delegated explicitly. A method of the C++ base class would run while it holds the GIL, which causes a deadlock
+# with gloo's own thread.
 _DELEGATED = (
     *("broadcast", "reduce", "gather", "gather_single", "gather_into_tensor", "scatter", "allreduce_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("send", "recv", "recv_anysource", "barrier"),
 )
-# torch runs these in C++ past the lane: it would make groups without a lane out of this one's backends, or call hooks for the
-# delegated collectives alone.
+# torch runs these in C++ without the lane. It would create groups without a lane from the backends of this group, or call hooks
+# for the delegated collectives only.
 _REFUSED = (
     *("split_group", "merge_remote_group", "new_window", "get_reconfigure_handle", "reconfigure"),
     *("register_pre_hook", "register_post_hook", "register_abort_hook"),
@@ -49,12 +49,10 @@ _C10D_ARGUMENT_NAMES = {
     **dict.fromkeys(("input_tensor", "input_tensors", "input_list", "inputs"), "input"),
     "timeout": "opts",
 }
-"""The names that torch gives the arguments, which differ from method to method, and ours."""
+"""Our argument names by those of torch, which differ from method to method."""
 
 
 def _accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method with ``output``, ``input`` and ``opts`` take all of c10d's names; ``opts`` may be a timeout."""
-
     @wraps(method)
     def renamed(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **{_C10D_ARGUMENT_NAMES.get(name, name): value for name, value in kwargs.items()})
@@ -63,19 +61,21 @@ def _accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any
 
 
 class ProcessGroupFreeScale(dist.ProcessGroup):
-    """Moves all-to-all and all-gather without the compute units; ``dist.new_group(backend="freescale")`` makes one.
+    """A process group that runs all-to-all and all-gather without the compute units of a GPU.
+
+    ``dist.new_group(backend="freescale")`` creates one. The group and its transport are called a lane.
 
     Attributes:
-        options: of its lane.
-        inner: a group of torch's own backends, for all other collectives.
-        supports_reconfigure: whether its ranks can be replaced; torch asks since 2.14.
+        options: the options of the group.
+        inner: a group of torch's own backends, which runs all other collectives.
+        supports_reconfigure: whether ranks can be replaced. torch reads it since version 2.14.
     """
 
     supports_reconfigure = False
 
     def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
         rank, size = backend_opts.group_rank, backend_opts.group_size
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the two-argument constructor is the one that Python may subclass
+        super().__init__(rank, size)  # type: ignore[call-arg]  # Python may subclass the two-argument constructor only
         self.options = options
         self._executor = CollectiveExecutor(backend_opts, options)
         try:
@@ -84,34 +84,34 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             if options.transport == "auto" and auto_candidates(self._executor.topology):
                 settle_transport(backend_opts, self._executor, self._backends, ProofDevice.from_cuda)
             if self.moves_by_nccl and self._backends.nccl is None:
-                self._backends.register_nccl()  # torch connects it as soon as the group is made
+                self._backends.register_nccl()  # torch connects it as soon as the group is created
         except BaseException as error:
             self._executor.give_up(error)
             raise
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Whether NCCL moves what :meth:`exchange` is given, in processes that use CUDA."""
+        """Whether NCCL moves the tensors of :meth:`exchange`, in processes that use CUDA."""
         in_use = not self._executor.topology.find_lacking("gpu")
         return in_use and self._executor.transport is None and self._backends.uses_nccl
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether NCCL moves CUDA tensors that gloo takes or refuses elsewhere; ranks that share a GPU have no NCCL."""
+        """Whether NCCL runs torch's own collectives of CUDA tensors. If ranks share a GPU, gloo runs or refuses them."""
         return self._backends.uses_nccl
 
     @property
     def waits_on_device(self) -> bool:
-        """Whether what moves CUDA tensors lets streams wait for other ranks: all but the host's transport and gloo."""
+        """Whether CUDA streams wait for other ranks, which is false for the host transport and for gloo."""
         transport = self._executor.transport
         return self.moves_by_nccl or not (transport is None or isinstance(transport, HostTransport))
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """Return the name under which the backend is registered."""
+        """Return the name of the backend."""
         return BACKEND
 
     def _get_backend_name(self) -> str:
-        # torch asks whether it is "gloo" to learn that tensors are on the host
+        # torch treats tensors as CPU tensors if the name is "gloo"
         return BACKEND if torch.cuda.is_available() else "gloo"
 
     @_accept_c10d_argument_names
@@ -123,7 +123,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Send split ``r`` of the input to rank ``r``, as ``dist.all_to_all_single``."""
+        """Send split ``r`` of the input to rank ``r``, as ``dist.all_to_all_single`` does."""
         if self._is_native(input):
             return self._native("alltoall_base", output, input, list(output_split_sizes), list(input_split_sizes), opts)
         outgoing = partial(RankBuffers.from_tensor, "input", input, input_split_sizes)
@@ -132,7 +132,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all``."""
+        """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all`` does."""
         if self._is_native(*input[:1]):
             nccl = self._backends.uses_nccl and any(tensor.is_cuda for tensor in input)
             return self._native("alltoall", output, input, opts) if nccl else self._gloo_alltoall(output, input, opts)
@@ -142,7 +142,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        """Gather a tensor of every rank in a list, as ``dist.all_gather``."""
+        """Gather a tensor of every rank in a list, as ``dist.all_gather`` does."""
         outputs, inputs = (output, input) if isinstance(input, list) else ([output], [input])
         if self._is_native(*inputs):
             return self._native("allgather", outputs, inputs, opts)
@@ -155,7 +155,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Gather a tensor of every rank in one, as ``dist.all_gather_into_tensor``."""
+        """Gather a tensor of every rank in one tensor, as ``dist.all_gather_into_tensor`` does."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
         outgoing, incoming = partial(RankBuffers.from_repeated, input), partial(RankBuffers.from_tensor, "output", output, None)
@@ -171,11 +171,11 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
 
     @_accept_c10d_argument_names
     def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Run several :meth:`allgather` and return one Work; ``output`` is by rank, then by input."""
+        """Run several :meth:`allgather` and return one Work. ``output`` has a list per rank with a tensor per input."""
         if not input or [len(row) for row in output] != [len(input)] * self.size():
             reason = (
                 f"lists of {[len(row) for row in output]} outputs for {self.size()} ranks and {len(input)} inputs: pass a list "
-                "per rank with an output for each input, and at least one"
+                "per rank with an output for each input, and at least one input"
             )
             return self._refuse("all_gather", reason, opts, *input)
         columns = [list(column) for column in zip(*output, strict=True)]
@@ -183,7 +183,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         return CoalescedWork(works, [tensor for row in output for tensor in row])
 
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
-        """Do as ``dist.all_reduce``; also means of whole numbers, which Lightning logs where the backend is not called gloo."""
+        """Reduce as ``dist.all_reduce`` does, and also average integers, as Lightning requires of backends other than gloo."""
         given = [argument for argument in (opts, *args) if argument is not None]
         first = tensors[0] if isinstance(tensors, list) else tensors
         nccl = self._backends.uses_nccl and first.is_cuda
@@ -207,27 +207,27 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         exact: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        """Send every rank its part, where the ranks have agreed by themselves, and return when all has come. Collective.
+        """Send every rank its part without a handshake, and return when all parts have arrived. Collective.
 
-        Costs little more than gloo's own all-to-all, as nothing is compared beforehand. All ranks issue the same exchanges in
-        the same order, from one thread; other collectives of the group may come between and be in flight. On CUDA it is an
-        :meth:`all_to_all_single` on the current stream, with another one before it for the sizes unless they are ``exact`` (not
-        tested on GPU).
+        It costs little more than gloo's own all-to-all, because the ranks do not compare sizes beforehand. All ranks issue the
+        same exchanges in the same order, from one thread. Other collectives of the group may run between them or be pending.
+        With CUDA tensors, it is an :meth:`all_to_all_single` on the current stream. Unless ``exact`` is set, another one
+        precedes it for the sizes. Not tested on GPU.
 
         Args:
-            received: where it comes to, shape ``[sum(gets)]``, of any number type.
-            send: what goes, shape ``[sum(gives)]``, of the same type.
-            gets: for every rank the length of its slot, in elements. What comes is at the slot's beginning and may be shorter;
-                the rest of the slot is left as it is, and the length of what came is not returned.
-            gives: for every rank how many elements it gets; the own part is copied. A rank with which there is neither slot nor
-                part is left out, and must leave out this one.
-            exact: every slot is just as long as what comes.
-            timeout: how long a peer may show no progress; None: the group's. CUDA tensors take the group's.
+            received: the tensor to fill, shape ``[sum(gets)]``, of any number type.
+            send: the tensor to send, shape ``[sum(gives)]``, of the same type.
+            gets: the length of the slot for each rank, in elements. A received part starts at the beginning of its slot and may
+                be shorter. The rest of the slot is unchanged. The length of the part is not returned.
+            gives: the number of elements for each rank. The own part is copied. A rank without slot and part is omitted, and
+                must omit this rank.
+            exact: whether every slot has the length of the received part.
+            timeout: how long a peer may show no progress; by default the timeout of the group, which CUDA tensors always use.
 
         Raises:
-            ValueError: an argument is wrong; the other ranks have an error, too.
-            DistBackendError: a peer is gone, did not come, sends more than its slot holds or another dtype, is at another
-                exchange, or the lane has ended before.
+            ValueError: an argument is wrong. The other ranks raise an error, too.
+            DistBackendError: a peer has disconnected, does not respond, sends another dtype or more than its slot holds, or is
+                at another exchange; or the lane has ended before.
         """
         if not send.is_cuda:
             self._executor.exchange(received, send, gets, gives, timeout)
@@ -237,33 +237,30 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             exchange_with_sizes(self, received, send, gets, gives)
 
     def connect(self) -> None:
-        """Connect now what torch's own backend moves the all-to-alls of CUDA tensors with: by itself it does at the first.
-
-        Collective.
-        """
+        """Connect torch's own backend for all-to-alls of CUDA tensors, instead of at the first one. Collective."""
         if self.moves_by_nccl:
             self._all_reduce([torch.zeros(1, device="cuda")]).wait()
         elif self._executor.transport is None and not self._executor.topology.find_lacking("gpu"):
             self._backends.connect_gloo("connect")
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: its messages could meet those of the lane."""
+        """Raise ValueError, because its messages could be mixed up with those of the lane."""
         raise ValueError(
-            "freescale monitored_barrier: pass a group of backend 'gloo'; collectives of this one name who is late"
+            "freescale monitored_barrier: pass a group of backend 'gloo'. Collectives of this group name a late rank"
         )
 
     def wait_for_pending_works(self) -> None:
-        """Finish what the lane has been given, and end its thread; the next collective may start another."""
+        """Complete the submitted collectives, and end the thread until the next one."""
         self._executor.wait_for_pending_works()
 
     def shutdown(self) -> None:
-        """Finish what the lane has been given, and close all connections."""
+        """Complete the submitted collectives, and close all connections."""
         self._executor.wait_for_pending_works()
         self._executor.abort()
         self.inner.shutdown()
 
     def abort(self) -> None:
-        """Close the lane's connections; collectives in flight fail, NCCL's as well."""
+        """Close the connections. Collectives in flight fail, including those of NCCL."""
         self._executor.abort()
         self._backends.abort()
 
@@ -280,7 +277,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         return self._backends.call(name, *(argument for argument in args if argument is not None), **kwargs)
 
     def _gloo_alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any) -> dist.Work:
-        """Do in one tensor what gloo does only where all tensors of the lists have one size."""
+        """Run the all-to-all as one tensor, because gloo requires tensors of equal size."""
         outgoing, incoming = (
             RankBuffers.from_tensors(what, tensors, self.size()).buffers
             for what, tensors in (("input", input), ("output", output))
@@ -300,7 +297,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         return work
 
     def _refuse(self, name: str, reason: str, opts: Any, *tensors: Tensor) -> dist.Work:
-        """Raise ValueError here, and an error on the other ranks, unless they are in torch's own collective."""
+        """Raise ValueError on this rank, and an error on the other ranks unless torch's own backend runs the collective."""
         if self._is_native(*tensors):
             raise ValueError(f"freescale {name}: {reason}")
 
@@ -326,12 +323,12 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 def _refuse_by_name(name: str) -> Callable[..., NoReturn]:
     def refuse(group: ProcessGroupFreeScale, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"freescale {name}: the lane would know nothing of it: pass a group of backend 'gloo' or 'nccl'")
+        raise ValueError(f"freescale {name}: the lane cannot run it. Pass a group of backend 'gloo' or 'nccl'")
 
     return refuse
 
 
-for _old, _new in (  # torch has renamed methods, and calls both
+for _old, _new in (  # torch has renamed methods, and calls both names
     ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
     ("_allgather_base", "all_gather_single"),
@@ -340,12 +337,12 @@ for _old, _new in (  # torch has renamed methods, and calls both
     setattr(ProcessGroupFreeScale, _old, getattr(ProcessGroupFreeScale, _new))
 for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):
     for _name in _names:
-        if hasattr(dist.ProcessGroup, _name):  # some came with torch 2.14
+        if hasattr(dist.ProcessGroup, _name):  # torch 2.14 added some
             setattr(ProcessGroupFreeScale, _name, _method(_name))
 
 
 def register_backend() -> None:
-    """Make ``"freescale"`` known to ``torch.distributed``."""
+    """Register the backend ``"freescale"`` with ``torch.distributed``. The import of this package does it."""
     if BACKEND not in dist.Backend.backend_list:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=devices)
@@ -354,6 +351,6 @@ def register_backend() -> None:
 def _create_group(backend_opts: Any, options: Any = None) -> ProcessGroupFreeScale:
     if options is not None and not isinstance(options, ProcessGroupFreeScaleOptions):
         raise TypeError(
-            f"pg_options={options!r}: backend 'freescale' takes lightning_freescale.comm.ProcessGroupFreeScaleOptions"
+            f"pg_options={options!r}: backend 'freescale' requires lightning_freescale.comm.ProcessGroupFreeScaleOptions"
         )
     return ProcessGroupFreeScale(backend_opts, options or ProcessGroupFreeScaleOptions())

@@ -1,4 +1,4 @@
-"""Lightning Fabric's strategy "freescale"."""
+"""The strategy "freescale" of Lightning Fabric."""
 
 from lightning_freescale.fabric.strategy import FreeScaleFabricStrategy
 

@@ -1,4 +1,4 @@
-"""Follow a loop of the user's over Fabric: its batches, forwards and steps, and what they mean for the sharded tables."""
+"""The observer of a user's loop over Fabric: it reports batches, forwards and optimizer steps to the sharded tables."""
 
 from __future__ import annotations
 
@@ -21,41 +21,35 @@ if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
 
 _EXTRA = "freescale"
-"""Key, in an optimizer's state dict, of what an ordinary one has no place for."""
+"""The key, in an optimizer's state dict, of state that an ordinary state dict does not have."""
 _TABLES = "strategy 'freescale' updates the embedding tables in backward"
 
 
 class LoopSteps:
-    """Follows the loop over one module: forward, backward, optimizer step; or accumulates before the step.
+    """The observer of the loop over one module: forward, backward and optimizer step, or several backwards before the step.
 
-    Args:
-        step: the step of the module's tables.
-        optimizer: the user's, over what is dense.
-        module: the module as DDP has wrapped it; its hooks report forwards.
-
-    Attributes:
-        step, optimizer: as given.
-        current: the batch that the loop has; None if it did not come out of a loader of ``fabric.setup_dataloaders``.
+    ``module`` is the module in its DDP wrapper, whose hooks report forwards. ``optimizer`` is the user's.
     """
 
     def __init__(self, step: TableStep, optimizer: Optimizer, module: nn.Module) -> None:
         self.step, self.optimizer = step, optimizer
-        self.current: CurrentBatch | None = None
+        self.current: CurrentBatch | None = None  # None for a batch from no loader of fabric.setup_dataloaders
         self._dense = DenseGradients(p for group in optimizer.param_groups for p in group["params"])
         self._accumulating = False  # inside fabric.no_backward_sync
-        self._begun = self._accumulates = False  # a forward whose backward is to come; and whether no update follows it
-        self._waiting = False  # gradients that wait for an optimizer step that is to come
+        self._begun = False  # whether the backward of a forward is pending
+        self._accumulates = False  # whether that backward only accumulates
+        self._waiting = False  # whether accumulated gradients wait for an optimizer step
         self._split: Any = None
         self._warned = False
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward, always_call=True)
-        # Fabric loads into the optimizer by its own method
+        # Fabric loads a checkpoint by the optimizer's own method
         optimizer.load_state_dict = self.load_optimizer  # type: ignore[assignment,method-assign]
 
     # -- checkpoints
 
     def unsharded_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dict that the optimizer would have unsharded, given its own; whole on rank 0. Collective."""
+        """Return the state dict of the unsharded optimizer from that of the dense part, complete on rank 0. Collective."""
         from lightning_freescale.checkpoint.unsharded import optimizer_state_dict
 
         assert self.step.groups is not None
@@ -63,7 +57,7 @@ class LoopSteps:
         return {**full, _EXTRA: extra}
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict of the unsharded optimizer, each rank its part of the tables."""
+        """Load a state dict of the unsharded optimizer. Each rank loads its part of the tables."""
         from lightning_freescale.checkpoint.unsharded import load_optimizer_state_dict
 
         assert self.step.groups is not None
@@ -76,16 +70,12 @@ class LoopSteps:
 
     @contextmanager
     def accumulating(self, module: nn.Module) -> Iterator[None]:
-        """Let forwards and backwards inside add up gradients that no optimizer step follows.
-
-        Raises:
-            ValueError: TorchRec updates tables in each backward.
-        """
+        """Accumulate the gradients of the forwards and backwards in the block, without optimizer steps."""
         if plain := [collection.path for collection in self.step.plain]:
             raise ValueError(
                 f"fabric.no_backward_sync(model): collections {plain} are updated during backward, so their gradients cannot "
-                "be accumulated; only those can that TorchRec does not exchange (exchange='flat', tables "
-                "sharded by rows or whole). Use a larger batch"
+                "be accumulated. Gradients accumulate only with exchange='flat' and tables sharded by rows or whole. Use a "
+                "larger batch"
             )
         outer, self._accumulating = self._accumulating, True
         try:
@@ -95,9 +85,9 @@ class LoopSteps:
             self._accumulating = outer
 
     def before_forward(self, *_: Any) -> None:
-        """Begin a step, unless this is one more forward of the same. A hook of the module."""
+        """Begin a step, unless the forward belongs to the current step. A hook of the module."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # an evaluation; or activation checkpointing computes the forward again
+            return  # an evaluation, or activation checkpointing repeats the forward
         if not self._begun:
             self._begin()
         if not self._accumulating:
@@ -105,29 +95,25 @@ class LoopSteps:
             self._split.__enter__()
 
     def after_forward(self, *_: Any) -> None:
-        """End what :meth:`before_forward` has entered, also where the forward raised. A hook of the module."""
+        """Exit the context of :meth:`before_forward`, even after an error. A hook of the module."""
         split, self._split = self._split, None
         if split is not None:
             split.__exit__(None, None, None)
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run backward.
-
-        Raises:
-            ValueError: what the loop does would give the tables other gradients than the unsharded module's.
-        """
+        """Run backward, or raise ValueError if the tables would get other gradients than those of the unsharded module."""
         if self.step.update_due:
             raise ValueError(
-                f"a second fabric.backward(loss) without optimizer.step() between: {_TABLES}. Add up the losses, or accumulate "
-                "within fabric.no_backward_sync(model)"
+                f"fabric.backward(loss) was called twice without optimizer.step() between the calls: {_TABLES}. Add up the "
+                "losses, or accumulate within fabric.no_backward_sync(model)"
             )
-        if not self._begun:  # of another module
+        if not self._begun:  # the backward of another module
             run()
             return
         if self._accumulating != self._accumulates:
             raise ValueError(
-                "model(...) and fabric.backward(loss) were not both inside fabric.no_backward_sync(model): the strategy has to "
-                "know before the forward whether optimizer.step() follows. Put both inside"
+                "model(...) and fabric.backward(loss) were not both inside fabric.no_backward_sync(model). The strategy must "
+                "know before the forward whether optimizer.step() follows. Put both calls inside"
             )
         self._refuse_other_dense_gradients()
         self.step.end_forward()
@@ -135,29 +121,25 @@ class LoopSteps:
         try:
             self.step.backward(run, updates=not self._accumulates)
         except BaseException:
-            self.step.update_due = False  # a loop that goes on after the error may call backward again
+            self.step.update_due = False  # a loop that continues after the error may call backward again
             raise
         self._begun, self._waiting = False, self._accumulates
         self._dense.note()
 
     def optimizer_step(self, run: Callable[[], Any]) -> Any:
-        """Run an optimizer step, a closure's backward included.
-
-        Raises:
-            ValueError: the tables would not do the same.
-        """
+        """Run an optimizer step with the backward of a closure, or raise ValueError if the tables would be updated wrongly."""
         if not (self._begun or self.step.update_due or self._waiting):
             self._refuse_other_dense_gradients()
         output = run()
         begun_or_due = self._begun or self.step.update_due
         if self._waiting and not begun_or_due:
             raise ValueError(
-                "optimizer.step() after a backward within fabric.no_backward_sync(model): the ranks have not added up its "
-                "gradients. Leave the last batch before optimizer.step() out of it: no_backward_sync(model, enabled=not last)"
+                "optimizer.step() follows a backward within fabric.no_backward_sync(model), whose gradients are not reduced "
+                "over the ranks. Exclude the last batch before optimizer.step(): no_backward_sync(model, enabled=not last)"
             )
         if not begun_or_due:
             return output
-        if self._begun:  # without a backward
+        if self._begun:  # there was no backward
             self.step.end_forward()
         self.step.step_done()
         self._begun = self._waiting = False
@@ -169,8 +151,8 @@ class LoopSteps:
     def _begin(self) -> None:
         if self.step.update_due:
             raise ValueError(
-                f"model(...) between fabric.backward(loss) and optimizer.step(): {_TABLES}, so every backward outside of "
-                "fabric.no_backward_sync(model) needs its step, and may not be skipped. Evaluate under torch.no_grad()"
+                f"model(...) was called between fabric.backward(loss) and optimizer.step(): {_TABLES}, so every backward "
+                "outside fabric.no_backward_sync(model) needs its optimizer.step(). Evaluate under torch.no_grad()"
             )
         zeroed = self._waiting and self._dense.since_then == SinceThen.ZEROED
         self._waiting = self._waiting and not zeroed
@@ -178,8 +160,8 @@ class LoopSteps:
         if self.current is None and self.step.looks_ahead and not self._warned:
             self._warned = True
             rank_zero_warn(
-                "the batch comes from no loader that fabric.setup_dataloaders has returned, so the next one is not known: "
-                "the embedding exchange is not overlapped with compute. Iterate over fabric.setup_dataloaders(loader)"
+                "the batch comes from no loader of fabric.setup_dataloaders, so the next batch is unknown and the embedding "
+                "exchange is not overlapped with compute. Iterate over fabric.setup_dataloaders(loader)"
             )
         self.step.start_batch(batch, following, comes_ahead=self.current is not None, restart=not self._waiting)
         self.step.before_forward(batch, updates=not self._accumulating)
@@ -188,54 +170,42 @@ class LoopSteps:
             self._dense.note()
 
     def _refuse_other_dense_gradients(self) -> None:
-        """Refuse dense gradients that the tables' cannot be like, by a ValueError."""
+        """Raise ValueError if the dense gradients were changed in a way that the tables' gradients cannot follow."""
         since = self._dense.since_then
         if not self._waiting and since == SinceThen.SAME:
             raise ValueError(
-                "the dense gradients are still those of the last optimizer.step(), and those of the embedding tables are gone: "
-                "call optimizer.zero_grad() after every optimizer.step()"
+                "the dense gradients of the last optimizer.step() still exist, and those of the embedding tables do not: call "
+                "optimizer.zero_grad() after every optimizer.step()"
             )
         if self._waiting and since in (SinceThen.ZEROED, SinceThen.CHANGED):
             raise ValueError(
-                "the dense gradients that wait for optimizer.step() were changed, those of the embedding tables are with the "
-                "ranks that own the rows: leave them until the step, or drop all by optimizer.zero_grad() before model(...)"
+                "the accumulated dense gradients were changed, and the gradients of the embedding tables are on the ranks that "
+                "own the rows. Do not change them before optimizer.step(), or call optimizer.zero_grad() before model(...)"
             )
 
 
 @dataclass
 class CurrentBatch:
-    """The batch that the loop has.
-
-    Attributes:
-        loader: the loader that has returned it.
-        batch: as the loop got it.
-        loss_weight: factor for this rank's loss, see :meth:`.BalancedSampler.loss_weight`.
-        following: the batch that the loop gets next, or ENDED, or UNKNOWN.
-    """
+    """The current batch of the loop."""
 
     loader: Any
-    batch: Any
-    loss_weight: float
-    following: Any = UNKNOWN
+    batch: Any  # as the loop received it
+    loss_weight: float  # factor for this rank's loss, see BalancedSampler.loss_weight
+    following: Any = UNKNOWN  # the next batch, or ENDED, or UNKNOWN
 
 
 class HandingLoader(LoaderWrapper):
-    """Any iterable of batches, each given to ``take`` on its way to the loop.
-
-    Args:
-        loader: the loader; one that looks ahead, or not.
-        take: of the batch; returns what the loop gets.
-    """
+    """A loader that passes each batch through ``take``, which returns the batch for the loop."""
 
     def __init__(self, loader: Any, take: Callable[[CurrentBatch], Any]) -> None:
         inner = loader
         while isinstance(inner, LoaderWrapper):
             inner = vars(inner)["_loader"]
-        self.__dict__.update(vars(inner))  # Fabric copies the attributes of the loader, the user's way to them
+        self.__dict__.update(vars(inner))  # Fabric copies the attributes of the loader, which the user may read
         super().__init__(loader, _take=take)
 
     def __iter__(self) -> Iterator[Any]:
-        # a generator: Fabric sets the epoch before it asks for the first batch
+        # a generator, because Fabric sets the epoch before it requests the first batch
         sampler = getattr(self._loader, "sampler", None)
         weight = getattr(sampler, "loss_weight", None)
         for step, batch in enumerate(self._loader, getattr(sampler, "first_step", 0)):
@@ -243,7 +213,7 @@ class HandingLoader(LoaderWrapper):
 
 
 class SinceThen(Enum):
-    """What has become of the gradients."""
+    """The change of gradients since they were noted."""
 
     ZEROED = "zero_grad"
     SAME = "nothing"
@@ -251,24 +221,19 @@ class SinceThen(Enum):
 
 
 class DenseGradients:
-    """Notes one of the gradients, without looking at its numbers: on a GPU the host would wait for them.
-
-    Args:
-        parameters: the dense parameters.
-    """
+    """The identity and version of one dense gradient. Its values are not read, because the host would wait for the GPU."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._noted: tuple[Tensor, Any, int] | None = None
 
     def note(self) -> None:
-        """Take note of them as they are."""
         found = next(((p, p.grad) for p in self._parameters if p.grad is not None), None)
         self._noted = None if found is None else (found[0], weakref.ref(found[1]), found[1]._version)
 
     @property
     def since_then(self) -> SinceThen | None:
-        """What has become of them since :meth:`note`; None if there were none."""
+        """The change since :meth:`note`; None if there were no gradients."""
         if self._noted is None:
             return None
         parameter, noted, version = self._noted

@@ -1,4 +1,4 @@
-"""FreeScaleFabricStrategy: DDP for the dense part, TorchRec for the embedding tables, in a loop over Lightning Fabric."""
+"""FreeScaleFabricStrategy: DDP for dense parameters and TorchRec for embedding tables, in a loop over Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -46,28 +46,32 @@ _NAME = "FreeScaleFabricStrategy"
 
 
 class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
-    """Shards TorchRec embedding collections over all ranks and trains the rest with DDP, in a loop over Lightning Fabric.
+    """A strategy that shards TorchRec embedding collections over all ranks and trains the rest with DDP, for Lightning Fabric.
 
-    Module, optimizer and loop stay as they are under ``"ddp"``: ``fabric.setup(model, optimizer)`` shards, and the optimizer
-    drives the dense parameters and the tables; loaders of ``fabric.setup_dataloaders`` look one batch ahead; checkpoints of
-    ``fabric.save`` are those of the unsharded module. A module without embedding collections trains as with ``"ddp"``.
+    Module, optimizer and loop are the same as with ``"ddp"``:
 
-    The tables are updated while backward runs. So every ``fabric.backward(loss)`` outside of ``fabric.no_backward_sync(model)``
-    needs its ``optimizer.step()``, and that its ``optimizer.zero_grad()``; what would give other numbers than ``"ddp"`` is an
-    error. The loss is multiplied by the weight that a :class:`~lightning_freescale.balance.BalancedSampler` has for the batch.
+    - ``fabric.setup(model, optimizer)`` shards the tables. The optimizer updates dense parameters and tables.
+    - Loaders of ``fabric.setup_dataloaders`` look one batch ahead.
+    - ``fabric.save`` writes the checkpoint of the unsharded module.
+    - A module without embedding collections trains as with ``"ddp"``.
+
+    The tables are updated while backward runs. Every ``fabric.backward(loss)`` outside ``fabric.no_backward_sync(model)``
+    therefore needs an ``optimizer.step()`` and an ``optimizer.zero_grad()``. A loop whose results would differ from ``"ddp"``
+    raises an error. The loss is multiplied by the weight of the batch if the sampler is a
+    :class:`~lightning_freescale.balance.BalancedSampler`.
 
     Args:
-        plan: as ``transport``, ``overlap``, ``dedup``, ``ids_of``, ``shard``, ``split_backward`` and ``exchange``, an option of
-            :class:`lightning_freescale.FreeScaleStrategy`.
-        clip_gradients: allow ``fabric.clip_gradients``, over dense part and tables together. No row is updated before all
-            gradients are known then, so less of the exchange is hidden.
-        **ddp_options: ``timeout`` is that of all process groups; without it, the default group has Lightning's, and those for
-            rows have five minutes. Others are as in :class:`lightning.fabric.strategies.DDPStrategy`; those it does not know go
-            to ``DistributedDataParallel`` for the dense part.
+        plan: see :class:`lightning_freescale.FreeScaleStrategy`, as for ``transport``, ``overlap``, ``dedup``, ``ids_of``,
+            ``shard``, ``split_backward`` and ``exchange``.
+        clip_gradients: whether to allow ``fabric.clip_gradients`` over dense parameters and tables. Rows are then updated after
+            all gradients are known, so less of the exchange is overlapped.
+        **ddp_options: ``timeout`` applies to all process groups. By default, Lightning's timeout applies to the default group
+            and five minutes to the groups for rows. Other options are those of
+            :class:`lightning.fabric.strategies.DDPStrategy` and ``DistributedDataParallel``.
 
     Raises:
-        ValueError: there is no such transport or exchange, or an option would have no effect beside another.
-        TypeError: ``ids_of`` is no function, ``shard`` no list, or there is no such option, or only for the Trainer.
+        ValueError: an option has an unknown value, or has no effect beside another option.
+        TypeError: ``ids_of`` is not a function, ``shard`` is not a list, or an option is unknown or needs the Trainer.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         if clip_gradients and exchange == "torchrec":
             raise ValueError(
                 f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
-                "gradients could be clipped. Leave one of the two out"
+                "gradients could be clipped. Remove one of the two options"
             )
         self.clips_gradients = clip_gradients
         self.block_backward_sync(self._accumulating)
@@ -103,8 +107,8 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         self.at_teardown = ExitStack()
 
     def __repr__(self) -> str:
-        # others refuse it in a message with this in its place
-        return f"<{_NAME}, which only lightning.fabric takes: from lightning.fabric import Fabric, not lightning_fabric>"
+        # other packages refuse the strategy with a message that contains this text
+        return f"<{_NAME}, which only lightning.fabric supports: from lightning.fabric import Fabric, not lightning_fabric>"
 
     # -- set-up
 
@@ -121,14 +125,14 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(super().module_init_context(empty_init))
-        stack.enter_context(torch.device("cpu"))  # tables must reach the device in shards only
+        stack.enter_context(torch.device("cpu"))  # only shards of the tables may be on the device
         return stack
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
         with speaking_of_fabric():
             found = collections_of(module, self.shard)
-        if not found or module is self._module:  # else the set-up moves what is not sharded
+        if not found or module is self._module:  # otherwise, the set-up moves the dense parameters
             super().module_to_device(module)
 
     @override
@@ -150,8 +154,8 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self.tables is not None:
             raise ValueError(
-                "fabric.setup_optimizers(optimizer) beside a module with sharded tables: the tables are sharded together with "
-                "the optimizer that drives them. Call model, optimizer = fabric.setup(model, optimizer), in place of both"
+                "fabric.setup_optimizers(optimizer) was called for a module with sharded tables, which are sharded together "
+                "with their optimizer. Call model, optimizer = fabric.setup(model, optimizer) instead"
             )
         return super().setup_optimizer(optimizer)
 
@@ -176,8 +180,8 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             self._steps.backward(run)
         elif self.tables is not None:
             raise ValueError(
-                "fabric.backward(loss) of a module that was set up without its optimizer: its embedding tables would stay as "
-                "they are. Call model, optimizer = fabric.setup(model, optimizer)"
+                "fabric.backward(loss) was called for a module that was set up without its optimizer, so its embedding tables "
+                "would not be updated. Call model, optimizer = fabric.setup(model, optimizer)"
             )
         else:
             run()
@@ -201,7 +205,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         if norm_type != 2.0:
             raise ValueError(
-                f"fabric.clip_gradients(norm_type={norm_type!r}): of embedding tables only the 2-norm is known. Leave it out"
+                f"fabric.clip_gradients(norm_type={norm_type!r}): embedding tables support only the 2-norm. Remove norm_type"
             )
         with joint.exempt():
             checked = partial(torch.nn.utils.get_total_norm, error_if_nonfinite=True) if error_if_nonfinite else None
@@ -225,7 +229,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the unsharded state dict on rank 0, one table gathered at a time, and the dense part on others. Collective."""
+        """Return the unsharded state dict on rank 0, and the dense part on other ranks. Collective, one table at a time."""
         if not self._is_sharded(module):
             return super().get_module_state_dict(module)
         from lightning_freescale.checkpoint.unsharded import module_state_dict
@@ -248,7 +252,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict that the user's optimizer would have unsharded; whole on rank 0. Collective."""
+        """Return the state dict of the unsharded optimizer, complete on rank 0. Collective."""
         steps = self._steps
         if steps is None or optimizer is not steps.optimizer:
             return super().get_optimizer_state(optimizer)
@@ -258,16 +262,15 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     # -- for users
 
     def finish_overlap(self) -> OverlapReport | None:
-        """Bring the tables up to date, and return what the overlap was worth: means over all ranks and steps. Collective.
+        """Apply all pending updates, and return the statistics of the overlap; None without overlap. Collective.
 
-        None without overlap.
+        The statistics are means over all ranks and steps.
         """
         return None if self._steps is None else self._steps.step.report()
 
     # -- parts of the set-up, in their order
 
     def _find(self, module: nn.Module) -> list[tuple[Collection, Any]]:
-        """Return the collections to shard, after all checks."""
         with speaking_of_fabric():
             found = collections_of(module, self.shard, warn=True, advise=_NAME)
         if found:
@@ -303,10 +306,10 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         if isinstance(current.loader, LookaheadLoader):
             current.following = current.loader.start_batch()
         if self._steps is not None and self._steps.step.early_copy is not None:
-            # on the device before Fabric moves it, so that the ids that the engine has are those that are looked up
+            # copy the batch before Fabric moves it, so that the engine and the lookups use the same ids
             current.batch = self.batch_to_device(self._steps.step.copied(current.batch))
         handed, self._current = current.batch, current
-        # its own list of what the batch holds: the loop may pop ids from the batch before they are looked for there
+        # keep a shallow copy, because the loop may pop ids from the batch before the strategy reads them
         current.batch = handed.copy() if type(handed) in (dict, list) else handed
         if self._steps is not None:
             self._steps.current = current
@@ -323,13 +326,12 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         return self._module is not None and self._module in (module, getattr(module, "module", None))
 
     def _joint_clipping(self, optimizer: Optimizer) -> JointClipping | None:
-        """Return what clips dense part and tables together; None where the optimizer has no tables."""
         clips = self._clipping is not None and self._steps is not None and optimizer is self._steps.optimizer
         return self._clipping if self._clipping is not None and clips and self._clipping.tables() else None
 
 
 _CLIP = f"Call fabric.clip_gradients(model, optimizer, ...), with {_NAME}(clip_gradients=True)"
 _NOT_HELD = (
-    "fabric.clip_gradients(...): the gradients of the embedding tables are not kept until here. Pass "
-    f"{_NAME}(clip_gradients=True), and call it in steps that update, between fabric.backward(loss) and optimizer.step()"
+    "fabric.clip_gradients(...): the gradients of the embedding tables do not exist any more. Pass "
+    f"{_NAME}(clip_gradients=True), and clip between fabric.backward(loss) and optimizer.step() of a step that updates"
 )

@@ -1,4 +1,4 @@
-"""Refuses what cannot be trained exactly in a loop over Fabric, in Fabric's words."""
+"""Checks of a loop over Fabric: errors for settings that cannot be trained exactly, in the terms of Fabric."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.shards import ShardedTables
 
 _OF_THE_TRAINER = {
-    "target_bubble_reduction": "the autopilot times the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
-    "micro_batches": "the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",
-    "model_averaging_period": "sharded tables cannot differ between ranks. Leave it out",
+    "target_bubble_reduction": "the autopilot measures the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
+    "micro_batches": "only the Trainer's loop divides batches. Use smaller batches within fabric.no_backward_sync(model)",
+    "model_averaging_period": "sharded tables cannot differ between ranks. Remove the option",
 }
 
 
 def refuse_options_of_the_trainer(given: Iterable[str]) -> None:
-    """Refuse options of FreeScaleStrategy that need the Trainer, by a TypeError."""
     for option in given:
         if option in _OF_THE_TRAINER:
-            raise TypeError(f"FreeScaleFabricStrategy({option}=...) is not there in Fabric: {_OF_THE_TRAINER[option]}")
+            raise TypeError(f"FreeScaleFabricStrategy({option}=...) is not available in Fabric: {_OF_THE_TRAINER[option]}")
 
 
 def refuse_module(
@@ -37,28 +36,24 @@ def refuse_module(
     precision: str,
     earlier: ShardedTables | None,
 ) -> None:
-    """Refuse a module with the collections ``found`` that would not be trained exactly, before anything is changed.
-
-    Raises:
-        ValueError: it names what, and the fix.
-    """
+    """Raise ValueError if a module with the collections ``found`` would not be trained exactly, before any change to it."""
     from lightning_freescale.embeddings.managed_collision import refuse_device
 
     if earlier is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
         raise ValueError(
-            "fabric.setup(model): a module with embedding collections was set up before, and strategy 'freescale' follows the "
-            "steps of one. Put both into one module, or build it and its Fabric anew"
+            "fabric.setup(model): a module with embedding collections was set up before, and strategy 'freescale' trains only "
+            "one. Put both into one module, or create a new module and a new Fabric"
         )
     if not updates_unscaled:
         raise ValueError(
-            f"Fabric(precision={precision!r}): the tables take part in '32-true' and 'bf16-mixed' only, other "
-            "precisions scale or convert what they are updated with. Use one of those two"
+            f"Fabric(precision={precision!r}): sharded tables support only '32-true' and 'bf16-mixed'. Other precisions scale "
+            "or convert the gradients of the tables. Use one of these two"
         )
     tables = {parameter for _, held in found for parameter in held.parameters()}
     if meta := [name for name, p in module.named_parameters() if p.is_meta and p not in tables]:
         raise ValueError(
-            f"parameters {meta} are on the meta device, and the optimizer holds them: build them in fabric.init_module(); "
-            "embedding collections may be on the meta device"
+            f"parameters {meta} are on the meta device, and the optimizer holds them. Create them in fabric.init_module(). "
+            "Only embedding collections may be on the meta device"
         )
     for collection, held in found:
         if collection.managed:
@@ -66,40 +61,38 @@ def refuse_module(
 
 
 def refuse_several_optimizers(optimizers: Sequence[Any]) -> None:
-    """Refuse any number of optimizers but one, by a ValueError."""
     if len(optimizers) != 1:
         raise ValueError(
-            f"fabric.setup(model, ...) with {len(optimizers)} optimizers: pass one, with a parameter group for each set of "
-            "parameters (their options may differ), and give tables that need another kind of optimizer theirs before "
-            "by torchrec.optim.apply_optimizer_in_backward"
+            f"fabric.setup(model, ...) with {len(optimizers)} optimizers: pass one optimizer, with a parameter group for each "
+            "set of parameters. For tables that need another optimizer class, call "
+            "torchrec.optim.apply_optimizer_in_backward before"
         )
 
 
 def refuse_data(loader: Any, world_size: int) -> None:
-    """Refuse a loader whose plan is not that of these ranks, or asks for what only the Trainer does, by a ValueError."""
+    """Raise ValueError for a sampler that plans for other ranks or needs the Trainer."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, BalancedSampler):
         return
     if sampler.num_replicas != world_size:
         raise ValueError(
-            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, Fabric has {world_size} ranks: make "
-            "it after fabric.launch() with num_replicas=fabric.world_size, rank=fabric.global_rank, or, of a "
-            "FreeScaleDataModule, take data.sampler(fabric.global_rank, fabric.world_size)"
+            f"the loader's BalancedSampler plans for num_replicas={sampler.num_replicas}, but Fabric has {world_size} ranks. "
+            "Create it after fabric.launch() with num_replicas=fabric.world_size, rank=fabric.global_rank. With a "
+            "FreeScaleDataModule, use data.sampler(fabric.global_rank, fabric.world_size)"
         )
     if sampler.exploration_steps:
         raise ValueError(
-            "BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times. Leave it out in "
-            "Fabric"
+            "BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times. Remove it in Fabric"
         )
     if max(sampler.micro_batches.candidates) > 1:
         raise ValueError(
-            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), whose loop knows of them. In Fabric "
-            "use smaller batches within fabric.no_backward_sync(model)"
+            "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), whose loop divides batches. In "
+            "Fabric, use smaller batches within fabric.no_backward_sync(model)"
         )
 
 
 def refuse_shards_in(state: Mapping[str, Any], tables: ShardedTables) -> None:
-    """Refuse to save a module's own state dict, which holds this rank's shards only, by a ValueError."""
+    """Raise ValueError for a module's own state dict, which holds only the shards of this rank."""
     rows = tables.state_dict_keys()
     shapes = {table.key: (table.rows, table.dim) for table in tables.tables}
     for name, value in state.items():
@@ -107,14 +100,14 @@ def refuse_shards_in(state: Mapping[str, Any], tables: ShardedTables) -> None:
         for key, tensor in held:
             if key in rows and not (type(tensor) is Tensor and tuple(tensor.shape) == shapes[rows[key]]):
                 raise ValueError(
-                    f"fabric.save(path, {{{name!r}: model.state_dict()}}) would save this rank's part of table {key!r} alone: "
-                    f"pass the module itself, {{{name!r}: model}}"
+                    f"fabric.save(path, {{{name!r}: model.state_dict()}}) would save only this rank's part of table {key!r}. "
+                    f"Pass the module itself, {{{name!r}: model}}"
                 )
 
 
 @contextmanager
 def speaking_of_fabric() -> Iterator[None]:
-    """Let errors of what the Trainer's strategy has as well name Fabric's."""
+    """Replace the name of the Trainer's strategy by that of Fabric's in errors of shared code."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError) as error:

@@ -94,7 +94,7 @@ def test_what_is_wrong_or_hangs_or_raises_on_one_rank_is_taken_on_none(trouble: 
     assert [(result[0], result[2]) for result in results] == [("native", True)] * 2
     warning, line = results[0][1]
     assert "'host'" in warning and "rank 1" in warning and why in warning
-    assert "takes gloo for ranks 0, 1" in line and "not measured" in line
+    assert "uses gloo for ranks 0, 1" in line and "not measured" in line
 
 
 def test_the_verdict_is_kept_for_the_same_ranks_and_sizes_and_left_where_it_cannot_be_set_up() -> None:
@@ -147,7 +147,7 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
     assert results[0][0] == ["device", "ProcessGroupGloo", "ProcessGroupGloo", "FakeNccl", "FakeNccl"]
     warning, line = results[0][1]
     assert "ranks 0, 1 of " in warning and "torch.cuda.set_device" in warning
-    assert all(fact in line for fact in ("takes NCCL", "ranks 0, 1", "NCCL 1.00 ms, host 2.00 ms", "'peer'", "'two-level'"))
+    assert all(fact in line for fact in ("uses NCCL", "ranks 0, 1", "NCCL 1.00 ms, host 2.00 ms", "'peer'", "'two-level'"))
     assert results[1][1] == []
 
 

@@ -206,10 +206,10 @@ def _uneven(fabric: Any) -> None:
 def test_what_would_give_other_numbers_is_refused() -> None:
     assert_refused(
         {
-            r"second fabric\.backward\(loss\)": _do("forward backward backward"),
-            r"model\(\.\.\.\) between": _do("forward backward forward"),
+            r"fabric\.backward\(loss\) was called twice": _do("forward backward backward"),
+            r"model\(\.\.\.\) was called between": _do("forward backward forward"),
             r"optimizer\.zero_grad\(\) after": _do("forward backward step forward backward"),
-            r"optimizer\.step\(\) after": _do("(forward) (backward) step"),
+            r"optimizer\.step\(\) follows": _do("(forward) (backward) step"),
             r"both inside": _do("forward (backward)"),
             r"were changed": _do("(forward) (backward) change forward backward"),
             r"FreeScaleFabricStrategy\(clip_gradients=True\)": _do("forward backward clip"),

@@ -1,7 +1,7 @@
-"""``transport="auto"``: torch's own backend moves CUDA tensors until a transport has proved itself, in this process.
+"""The trial of ``transport="auto"``: a transport replaces torch's own backend if it is correct, and faster beside compute.
 
-A transport proves itself by delivering the same bytes, and sooner beside compute. Every rank runs the same steps. After each
-the ranks exchange the results, so that all drop a candidate that fails on one of them, and all come to one verdict.
+All ranks run the same steps and exchange the results after each step. A candidate that fails on one rank is therefore dropped
+on all ranks, and all ranks reach the same verdict.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from lightning_freescale.comm.transports.topology import Topology
 from lightning_freescale.comm.transports.transport import RankBuffers
 
 Wait = Callable[[float], object]
-"""Waits at most so many seconds, and raises what went wrong; TimeoutError if it has not ended."""
+"""A function that waits for at most the given seconds, and raises the error of the exchange, or TimeoutError."""
 AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
-"""Begins to fill the first tensor by parts from all ranks and to send them parts of the second; the sizes of either follow."""
+"""A function that starts an all-to-all. Its arguments are the received tensor, the sent tensor, and the part sizes of each."""
 Gather = Callable[[Any], list[Any]]
-"""Returns the JSON values of all ranks."""
+"""A function that returns the JSON values of all ranks."""
 _MOST_SECONDS = 60.0
-"""What a candidate may take for its trial, if half the timeout of the group is not less."""
+"""The time limit of a candidate's trial, unless half the timeout of the group is less."""
 _verdicts: dict[tuple[Any, ...], str] = {}
-"""What was chosen in this process, for ranks, their GPUs and sizes: a lane of another collection need not measure again."""
+"""The verdicts in this process by ranks, GPUs and sizes. The lane of another collection uses the same verdict."""
 _log = logging.getLogger(__name__)
 
 
 def settle_transport(
     backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, make_device: Callable[[], ProofDevice]
 ) -> None:
-    """Give an ``"auto"`` lane of CUDA tensors the transport that has proved itself, if there is one. Collective.
+    """Set up the transport of an ``"auto"`` lane for CUDA tensors if one passes its trial. Collective. Not tested on GPU.
 
-    Each candidate runs on a lane of its own, so what fails there ends that lane alone. What was chosen, and why, is one line
-    in the log of the group's first rank. ``make_device`` is called where there is something to measure. Not tested on GPU.
+    Each candidate runs on a separate lane, so a failure ends only that lane. The first rank of the group logs the verdict.
+    ``make_device`` is called only if a trial is needed.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options._max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
     gather = partial(gather_over, lane.p2p.open())
     known = set(gather(_verdicts.get(key, "")))
-    if len(known) > 1 or known == {""}:  # all ranks measure, also those that knew
+    if len(known) > 1 or known == {""}:  # the trial needs all ranks, including those that have a verdict
         alone = topology.find_alone()
         if first and alone and all(refusal(kind, topology) for kind in ("peer", "two-level")):
             _warn_of_hidden_gpus(alone)
@@ -65,18 +65,18 @@ def settle_transport(
             device.release()
         _verdicts[key] = verdict.chosen
         if first:
-            _tell(verdict, topology, backends)
+            _log_verdict(verdict, topology, backends)
     if _verdicts[key] == "native":
         return
     try:
         lane.set_up_transport(_verdicts[key])
     except TransportRefused as error:  # on all ranks
         if first:
-            _log.warning("transport='auto' leaves this lane to torch's own backend: %s", error)
+            _log.warning("transport='auto' uses torch's own backend for this lane: %s", error)
 
 
 def gather_over(gloo: Any, mine: Any) -> list[Any]:
-    """Return the JSON values of all ranks, over the lane's connections: a request to a stopped store has no timeout."""
+    """Return the JSON values of all ranks over the lane's connections, which have a timeout, unlike a stopped store."""
 
     def everyone(sent: Tensor) -> list[Tensor]:
         came = [torch.empty_like(sent) for _ in range(gloo.size())]
@@ -92,10 +92,9 @@ def gather_over(gloo: Any, mine: Any) -> list[Any]:
 def _prove(
     backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice, gather: Gather
 ) -> Verdict:
-    """Check and measure all candidates on lanes of their own, and close these."""
     trials: dict[str, CollectiveExecutor] = {}
     refused: dict[str, str] = {}
-    limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # a rank that waits for another one waits longer
+    limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # less than the wait of a rank for another one
     try:
         for name in auto_candidates(lane.topology):
             options = replace(lane.options, transport=name, name=f"{name} on trial")
@@ -125,34 +124,24 @@ def _prove(
 
 def _begin_native(backends: NativeBackends, received: Tensor, send: Tensor, gets: list[int], gives: list[int]) -> Wait:
     work = backends.call("alltoall_base", received, send, gets, gives, dist.AllToAllOptions())
-    return lambda seconds: work.wait()  # torch's own watch over the group's timeout
+    return lambda seconds: work.wait()  # torch enforces the group's timeout
 
 
 def _begin(trial: CollectiveExecutor, limit: float, received: Tensor, send: Tensor, gets: list[int], gives: list[int]) -> Wait:
     outgoing = partial(RankBuffers.from_tensor, "input", send, gives)
     incoming = partial(RankBuffers.from_tensor, "output", received, gets)
-    done = trial.run("all_to_all_single", outgoing, incoming, timedelta(seconds=limit), background=True)
-
-    def wait(seconds: float) -> None:
-        try:
-            error = done.exception(seconds)
-        except NotDone:
-            raise TimeoutError from None  # in Python 3.10 that is another class
-        if error is not None:
-            raise error
-
-    return wait
+    return trial.run("all_to_all_single", outgoing, incoming, timedelta(seconds=limit), background=True).result
 
 
-def _tell(verdict: Verdict, topology: Topology, backends: NativeBackends) -> None:
+def _log_verdict(verdict: Verdict, topology: Topology, backends: NativeBackends) -> None:
     for name, failure in verdict.failures.items():
-        _log.warning("transport='auto' does not take %r, which failed its trial: %s", name, failure)
+        _log.warning("transport='auto' does not use %r, which failed its trial: %s", name, failure)
     native = "NCCL" if backends.uses_nccl else "gloo"
     measured = [f"{native if name == 'native' else name} {value:.2f} ms" for name, value in verdict.milliseconds.items()]
     refusals = {kind: refusal(kind, topology) for kind in ("peer", "two-level")}
     reasons = [f"{kind!r} {reason}" for kind, reason in refusals.items()] if all(refusals.values()) else []
     _log.info(
-        "transport='auto' takes %s for ranks %s; exchange and compute beside it, slowest rank: %s%s",
+        "transport='auto' uses %s for ranks %s. Time of an exchange with compute beside it on the slowest rank: %s%s",
         native if verdict.chosen == "native" else repr(verdict.chosen),
         ", ".join(map(str, topology.ranks)),
         ", ".join(measured) or "not measured",
@@ -163,8 +152,8 @@ def _tell(verdict: Verdict, topology: Topology, backends: NativeBackends) -> Non
 @cache
 def _warn_of_hidden_gpus(alone: str) -> None:
     _log.warning(
-        "transport='auto' cannot try copies between the GPUs of a host, because %s see one GPU each: let every process see all "
-        "GPUs of its host and call torch.cuda.set_device (SLURM: --gpu-bind=none; Ray: "
+        "transport='auto' cannot try copies between the GPUs of a host, because %s see one GPU each. Make all GPUs of the host "
+        "visible to every process and call torch.cuda.set_device (SLURM: --gpu-bind=none; Ray: "
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1), or pass transport='native'",
         alone,
     )
@@ -172,7 +161,7 @@ def _warn_of_hidden_gpus(alone: str) -> None:
 
 _MIB = 2**20
 _MARGIN = 0.05
-"""By how much of the time of torch's own backend a candidate must be faster: less may be chance."""
+"""The share of time by which a candidate must be faster than torch's own backend, because less may be noise."""
 _WARM_UP, _ROUNDS = 2, 5
 
 
@@ -182,12 +171,12 @@ class ProofDevice:
 
     device: torch.device
     compute: Callable[[], None]  # enqueues a fixed amount of compute on the current stream
-    synchronize: Callable[[], None]  # waits for all that is enqueued
-    release: Callable[[], None] = lambda: None  # gives back memory that is not in use
+    synchronize: Callable[[], None]  # waits for all enqueued work
+    release: Callable[[], None] = lambda: None  # frees unused memory
 
     @staticmethod
     def from_cuda() -> ProofDevice:
-        """Take the current GPU; its compute is 24 products of 2048 x 2048 matrices, about a millisecond. Not tested on GPU."""
+        """Return the current GPU with 24 products of 2048 x 2048 matrices as compute, about 1 ms. Not tested on GPU."""
         device = torch.device("cuda", torch.cuda.current_device())
         factor = torch.ones((2048, 2048), dtype=torch.bfloat16, device=device)
         product = torch.empty_like(factor)
@@ -201,33 +190,33 @@ class ProofDevice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a proof; the same on all ranks."""
+    """The result of a trial, which is the same on all ranks."""
 
     chosen: str  # a candidate, or "native"
-    milliseconds: dict[str, float]  # until an exchange and the compute beside it had ended, on the slowest rank
+    milliseconds: dict[str, float]  # the time of an exchange with the compute beside it, on the slowest rank
     failures: dict[str, str]  # why candidates were dropped
 
 
 @dataclass
 class Proof:
-    """Checks and measures candidates against torch's own backend. Collective."""
+    """A trial of candidates against torch's own backend. Collective."""
 
     native: AllToAll  # torch's own backend, which must not fail
-    candidates: dict[str, AllToAll]  # what may take its place
+    candidates: dict[str, AllToAll]
     device: ProofDevice
     rank: int
-    ranks: list[int]  # global rank of every rank, for errors
+    ranks: list[int]  # the global rank of every rank, for errors
     gather: Gather
-    limit: float  # seconds that a candidate may take for all its exchanges
-    chunk_bytes: int  # of the lane: parts of this size and one byte around it are tried
-    largest_bytes: int = 64 * _MIB  # of the largest part, and about as much as is sent at a time
-    typical_bytes: int = 32 * _MIB  # of the exchange that is measured, of one rank
-    late_seconds: float = 0.3  # how late a rank comes
+    limit: float  # the time limit of a candidate for all exchanges, in seconds
+    chunk_bytes: int  # the chunk size of the lane; the trial has parts of this size and of one byte more or less
+    largest_bytes: int = 64 * _MIB  # the size of the largest part, and the approximate size of an exchange
+    typical_bytes: int = 32 * _MIB  # the bytes that a rank sends in a measured exchange
+    late_seconds: float = 0.3  # the delay of a late rank
     _failures: dict[str, str] = field(default_factory=dict)
     _spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> Verdict:
-        """Return the verdict: the fastest candidate that has passed all checks and is faster than torch's own backend."""
+        """Choose the fastest candidate that passes all checks and is faster than torch's own backend."""
         for number, (sizes, late) in enumerate(part_sizes(len(self.ranks), self.chunk_bytes, self.largest_bytes)):
             self._check(number, sizes, late)
         milliseconds = self._measure() if self._left else {}
@@ -240,36 +229,36 @@ class Proof:
         return [name for name in self.candidates if name not in self._failures]
 
     def _check(self, number: int, sizes: list[list[int]], late: bool) -> None:
-        """Compare what comes with what torch's own backend delivers; ``sizes[source][target]`` are those of the parts."""
+        """Compare the bytes with those of torch's own backend. ``sizes[source][target]`` is the size of a part."""
         gives, gets = sizes[self.rank], [row[self.rank] for row in sizes]
-        # other bytes each time: what is left in a transport's memory from the last one must not pass
+        # use different bytes each time, so that bytes of the previous exchange in a transport's memory do not pass
         draw = torch.Generator(self.device.device).manual_seed(number * len(self.ranks) + self.rank)
         given = torch.randint(0, 256, (sum(gives),), generator=draw, dtype=torch.uint8, device=self.device.device)
         expected = given.new_empty(sum(gets))
         self.native(expected, given, gets, gives)(self.limit)
         for name in self._left:
-            # its own, because one that is given up may still be at work
+            # use separate tensors, because a dropped candidate may still write
             received, send = torch.empty_like(expected), torch.zeros_like(given)
             self.device.synchronize()
 
             def exchange(name: str = name, received: Tensor = received, send: Tensor = send) -> float:
                 if late and self.rank == len(self.ranks) - 1:
                     time.sleep(self.late_seconds)
-                # a transport that does not wait for the stream sends zeros, or has what comes overwritten
+                # a transport that does not wait for the stream sends zeros, or its received bytes are overwritten
                 self.device.compute()
                 send.copy_(given)
-                torch.bitwise_not(expected, out=received)  # so that a byte that does not come is seen
+                torch.bitwise_not(expected, out=received)  # so that a missing byte is detected
                 self._wait(name, self.candidates[name](received, send, gets, gives))
                 for source, (came, should) in enumerate(zip(received.split(gets), expected.split(gets))):
                     if not torch.equal(came, should):
                         wrong = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
-                        raise RuntimeError(f"{wrong} are not those that torch's own backend delivers")
+                        raise RuntimeError(f"{wrong} differ from those of torch's own backend")
                 return 0.0
 
             self._attempt(name, exchange)
 
     def _measure(self) -> dict[str, float]:
-        """Return the milliseconds of every contender, of the slowest rank: the median of interleaved rounds."""
+        """Return the milliseconds of each candidate on its slowest rank, as the median of interleaved rounds."""
         size = len(self.ranks)
         parts = [max(1, self.typical_bytes // size)] * size
         send = torch.zeros(sum(parts), dtype=torch.uint8, device=self.device.device)
@@ -278,11 +267,11 @@ class Proof:
         taken: dict[str, list[list[float]]] = {name: [] for name in received}
         for number in range(_WARM_UP + _ROUNDS):
             names = ["native", *self._left]
-            for name in names[number % len(names) :] + names[: number % len(names)]:  # none always comes after the same one
+            for name in names[number % len(names) :] + names[: number % len(names)]:  # vary the order
 
                 def timed(name: str = name) -> float:
                     begin = self.candidates.get(name, self.native)
-                    self.native(ready, send[:size], [1] * size, [1] * size)(self.limit)  # the ranks begin together
+                    self.native(ready, send[:size], [1] * size, [1] * size)(self.limit)  # the ranks start together
                     self.device.synchronize()
                     start = time.perf_counter()
                     wait = begin(received[name], send, parts, parts)
@@ -301,20 +290,20 @@ class Proof:
         start = time.monotonic()
         try:
             wait(self.limit if name == "native" else max(0.0, self.limit - self._spent[name]))
-        except TimeoutError:
-            raise TimeoutError(f"its exchanges did not end within {self.limit:g} s in all") from None
+        except (TimeoutError, NotDone):  # the same class since Python 3.11
+            raise TimeoutError(f"its exchanges did not end within {self.limit:g} s in total") from None
         self._spent[name] += time.monotonic() - start
 
     def _attempt(self, name: str, run: Callable[[], float]) -> list[float] | None:
-        """Return what it returns on every rank; None, and no more of that candidate, if it fails on any."""
+        """Return the value of every rank, or None if the call fails on any rank, which drops the candidate."""
         error = None
         try:
-            said: dict[str, Any] = {"value": run()}
+            mine: dict[str, Any] = {"value": run()}
         except Exception as caught:
-            error, said = caught, {"error": str(caught) or type(caught).__name__}
+            error, mine = caught, {"error": str(caught) or type(caught).__name__}
         if error is not None and name == "native":
             raise error
-        everyone = self.gather(said)
+        everyone = self.gather(mine)
         failed = [f"rank {rank}: {each['error']}" for rank, each in zip(self.ranks, everyone) if "error" in each]
         if failed:
             self._failures[name] = "; ".join(failed)
@@ -323,10 +312,11 @@ class Proof:
 
 
 def part_sizes(ranks: int, chunk_bytes: int, largest_bytes: int) -> Iterator[tuple[list[list[int]], bool]]:
-    """Yield the bytes from every rank to every rank, and whether a rank comes late.
+    """Yield the bytes from every rank to every rank, and whether a rank is late.
 
-    Sizes around those at which transports change their method, each between every two ranks once; where there are many ranks,
-    only between some, so that a rank sends about ``largest_bytes``. Then one part of that size to the next rank.
+    The sizes are those at which transports change their method, each once for every pair of ranks. With many ranks, only some
+    pairs have parts, so that a rank sends about ``largest_bytes``. The last exchange has one part of that size to the next
+    rank.
     """
     few = [0, 1, 3, chunk_bytes - 1, chunk_bytes, chunk_bytes + 1, min(_MIB, largest_bytes)]
     near = max(2, largest_bytes // max(few))

@@ -38,25 +38,16 @@ _WRITABLE = 0x200
 
 
 class EagerExchange:
-    """The exchanges of one lane, one at a time.
-
-    Args:
-        p2p: the connections of the lane.
-        move_long: moves the long parts, as a transfer whose sizes all ranks know.
-
-    Attributes:
-        short_bytes: the longest part that travels with its head.
-    """
+    """The exchanges of one lane, one at a time. ``move_long`` moves long parts, as a transfer whose sizes all ranks know."""
 
     def __init__(self, p2p: GlooP2P, move_long: Callable[[Transfer], None]) -> None:
-        self.short_bytes = min(_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS // p2p.size)
+        self.short_bytes = min(_SHORT_BYTES, _SHORT_BYTES_OF_ALL_PEERS // p2p.size)  # the longest part beside its head
         self._p2p, self._move_long = p2p, move_long
         self._links: list[_Link] = []
         self._number = 0
         self._peer = p2p.rank  # the peer of the current message
 
     def exchange(self, received: Tensor, send: Tensor, gets: Sequence[int], gives: Sequence[int], timeout: timedelta) -> None:
-        """Run :meth:`ProcessGroupFreeScale.exchange`. Collective."""
         outgoing, incoming = (
             _Parts("send", send, "gives", gives, self._p2p),
             _Parts("received", received, "gets", gets, self._p2p),
@@ -79,7 +70,6 @@ class EagerExchange:
             self._move_long(self._long_parts(outgoing, incoming, kind, number, timeout))
 
     def drop_receives(self) -> None:
-        """Delete the receives posted ahead, which would keep the connections open."""
         self._links = []
 
     def _exchange_messages(self, outgoing: _Parts, incoming: _Parts, number: int, kind: int, timeout: timedelta) -> None:
@@ -173,7 +163,6 @@ class _Link:
                 self.receive = _FailedReceive(str(error))
 
     def pack(self, parts: _Parts, number: int, kind: int) -> Tensor:
-        """Return the message for the peer: the head, and the part if it is short."""
         length, end = parts.lengths[self.peer], _START
         _HEAD.pack_into(self._written, 0, length, number, kind)
         if 0 < length <= self._short_bytes:

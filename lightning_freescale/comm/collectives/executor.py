@@ -23,8 +23,8 @@ from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
-from lightning_freescale.comm.transports.selection import Transport, gather_topology, set_up_transport
-from lightning_freescale.comm.transports.transport import RankBuffers, Transfer
+from lightning_freescale.comm.transports.selection import gather_topology, set_up_transport
+from lightning_freescale.comm.transports.transport import RankBuffers, Transfer, Transport
 
 BuffersForRanks = Callable[[int], RankBuffers]
 """A function that checks tensors and returns their buffers for the given number of ranks."""
@@ -69,9 +69,7 @@ class CollectiveExecutor:
 
     def set_up_transport(self, kind: str) -> None:
         """Move CUDA tensors by the transport of that name from now on, or raise on every rank. Collective."""
-        self.transport = set_up_transport(
-            kind, self.options, self.topology, self.p2p, self._host, self._topology_store, self._timeout
-        )
+        self.transport = set_up_transport(kind, self.topology, self._host, self._topology_store, self._timeout)
 
     def run(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta, background: bool
@@ -124,11 +122,9 @@ class CollectiveExecutor:
         self.abort()
 
     def wait_for_pending_works(self) -> None:
-        """Complete the submitted collectives, and end the thread until the next one."""
         self._worker.stop(self._timeout.total_seconds() + 1.0)  # a job without progress ends by itself
 
     def abort(self) -> None:
-        """Close all connections. Collectives in flight fail."""
         if self in _LIVE:
             _LIVE.discard(self)
             if self.options.transport != "native":

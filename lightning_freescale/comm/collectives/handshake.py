@@ -64,11 +64,7 @@ class CollectiveHandshake:
         self._posted: dict[int, list[tuple[dist.Work, bytearray]]] = {}
 
     def exchange_headers(self, transfer: Transfer, refusal: str = "") -> None:
-        """Compare this rank's part, or its refusal, with those of all ranks, and set ``transfer.largest``.
-
-        Raises:
-            DistBackendError: a rank refuses, runs another collective, or has sizes that do not fit.
-        """
+        """Compare this rank's part, or its refusal, with those of all ranks, and set ``transfer.largest``."""
         transfer.largest = max(part.shape[0] for part in transfer.outgoing)
         headers = self._exchange(transfer, refusal)
         texts = [(self._p2p.rank, refusal), *((peer, header.refusal) for peer, header in headers.items())]

@@ -172,7 +172,6 @@ def _register(group: Any, kind: Any, backend: Any, *devices: str, default: bool 
 
 
 def _is_on_gpu(argument: Any) -> bool:
-    """Return True if an argument is a CUDA tensor, contains one, or is the options of a barrier with a GPU."""
     if isinstance(argument, Tensor):
         return argument.is_cuda
     if isinstance(argument, list | tuple):

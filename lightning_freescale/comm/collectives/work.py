@@ -22,11 +22,9 @@ class _ResultWork(dist.Work):
         self._results = results
 
     def synchronize(self) -> None:
-        """Do as :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """Return the tensors, which are complete after :meth:`wait`."""
         return self._results
 
 

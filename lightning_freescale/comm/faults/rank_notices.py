@@ -48,13 +48,8 @@ class RankNotices:
     """A thread that reads and writes notices in the store over a separate connection.
 
     The main thread never uses the store itself, and waits for the thread for a few seconds at most: the process that holds the
-    store may be frozen. Create an object on the main thread of every rank, and :meth:`close` it.
-
-    Args:
-        store: the store of all ranks.
-        rank: this rank.
-        size: the number of ranks.
-        timeout: how long a rank waits at a point for the others to agree where to stop.
+    store may be frozen. Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank
+    waits at a point for the others to agree where to stop.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -26,12 +26,7 @@ class CudaDriver:
     user. Copies use ``cuMemcpyBatchAsync``, whose flag requests a copy engine even within a device, where a plain copy may be a
     kernel. If it is missing (CUDA driver or cuda-bindings below 12.8, or cuda-bindings 13 with driver 12), a warning is issued.
 
-    Args:
-        device: a CUDA device with an index.
-        cuda: the module ``cuda.bindings.driver``.
-
-    Attributes:
-        pointer: converts an address for :meth:`copy`. Keep the result for an address that is used often.
+    ``pointer`` converts an address for :meth:`copy`. Keep the result for an address that is used often.
     """
 
     def __init__(self, device: torch.device, cuda: Any = None) -> None:

@@ -38,7 +38,6 @@ class HostCopy:
         return bool(self.event.query())
 
     def wait(self) -> Tensor:
-        """Wait for the copy and return the chunk on the host."""
         self.event.synchronize()
         return self.memory[: self.length]
 
@@ -54,11 +53,7 @@ class DeviceStaging:
     All copies are of contiguous bytes between device and pinned memory. The driver gives such copies to a copy engine and
     launches no kernel. Not tested on ROCm, whose streams and events have the same names in torch.
 
-    Args:
-        device: the GPU.
-        pinned_bytes: the limit of the pinned memory, half of it for each direction.
-        api: a module with the streams of ``torch.cuda``.
-        allocate: allocates pinned memory.
+    ``pinned_bytes`` limits the pinned memory, half of it for each direction. ``api`` has the streams of ``torch.cuda``.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class DeviceStaging:
         self._outgoing.release(copy.memory)
 
     def allocate(self, chunk: Tensor) -> Tensor:
-        """Return pinned memory to receive a chunk in."""
         return self._acquire(self._incoming, len(chunk))
 
     def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
@@ -98,7 +92,6 @@ class DeviceStaging:
         self._begin_to_device(copy.memory, target, self._outgoing)
 
     def synchronize(self) -> None:
-        """Wait for all copies to the device."""
         while self._to_device:
             self._reclaim()
 
@@ -124,18 +117,12 @@ class DeviceStaging:
 
 
 class PinnedPool:
-    """Page-locked buffers, kept for reuse because pinning is slow. Their sizes are powers of two. Not thread-safe.
-
-    Attributes:
-        bound: the maximum number of bytes.
-        held: the number of allocated bytes.
-        in_use: the number of allocated bytes that are outside the pool.
-    """
+    """Page-locked buffers, kept for reuse because pinning is slow. Their sizes are powers of two. Not thread-safe."""
 
     def __init__(self, bound: int, allocate: Allocate) -> None:
-        self.bound = bound
-        self.held = 0
-        self.in_use = 0
+        self.bound = bound  # the most bytes that may be allocated
+        self.held = 0  # bytes that are allocated
+        self.in_use = 0  # bytes that are allocated and outside the pool
         self._allocate = allocate
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
@@ -192,7 +179,6 @@ class HostTransport:
         self._stagings.clear()
 
     def staging(self, device: torch.device) -> DeviceStaging | None:
-        """Return the staging of a CUDA device; None for the CPU."""
         if device.type == "cpu":
             return None
         if device not in self._stagings:

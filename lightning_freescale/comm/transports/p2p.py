@@ -48,8 +48,6 @@ class GlooP2P:
 
     Args:
         store: a store that only the ranks of this group use.
-        rank: this rank.
-        size: the number of ranks.
         timeout: how long a peer may show no progress, by default.
         ranks: the global ranks of the group, for errors.
 

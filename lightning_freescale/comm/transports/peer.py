@@ -105,7 +105,6 @@ class PeerTransport:
     Tested between two processes on one GPU, not between GPUs.
 
     Args:
-        driver: the device.
         buffer: the memory, mapped on all ranks.
         ranks: the ranks in the group, in the order of their ranks in the buffer.
         global_ranks: the global rank of every rank of the group, for errors.
@@ -142,7 +141,6 @@ class PeerTransport:
                 raise
 
     def complete_transfer(self, progress: TransferProgress, timeout: timedelta, pause: Callable[[], None]) -> None:
-        """Wait until all bytes have arrived and have been sent."""
         advanced = checked = time.monotonic()
         while not progress.is_done:
             now = time.monotonic()
@@ -230,10 +228,7 @@ class TwoLevelTransport:
     the next rounds of the GPU between its chunks. The parts for other hosts wait for no peer on this host, so the two cannot
     block each other.
 
-    Args:
-        near: the transport between the ranks of this host, this one included.
-        host: the transport between all ranks of the group. Its owner closes it.
-        size: the number of ranks of the group.
+    ``near`` is the transport between the ranks of this host. ``host`` is that of all ranks of the group; its owner closes it.
     """
 
     def __init__(self, near: PeerTransport, host: HostTransport, size: int) -> None:

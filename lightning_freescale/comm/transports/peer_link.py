@@ -70,7 +70,6 @@ class SymmetricBuffer:
         return self.signal_pad(at)[self.size + target : self.size + target + 1]
 
     def failed(self, at: int) -> Tensor:
-        """Return the word at ``at`` that is 1 if a peer has given up."""
         return self.signal_pad(at)[2 * self.size :]
 
     def slot(self, at: int, source: int, number: int) -> Tensor:
@@ -164,8 +163,7 @@ class Link:
     cause a deadlock. The calls have the same order, so this also holds if the GPU runs both streams as one.
 
     Args:
-        driver: the device.
-        buffer: the mapped memory of all ranks.
+        buffer: the memory, mapped on all ranks.
         ranks: the ranks in the group, in the order of their ranks in the buffer.
         start: the first value of all counters and of all words in the buffer.
 
@@ -215,12 +213,10 @@ class Link:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further round may be enqueued."""
         return len(self._in_flight) >= _AHEAD
 
     @property
     def is_idle(self) -> bool:
-        """Whether all rounds are known to have ended."""
         return not self._in_flight
 
     @property
@@ -253,7 +249,6 @@ class Link:
         self._events[place] = self._mark_end(*self._events[place])
 
     def mark_failed_round(self) -> None:
-        """Mark the end of a round that was enqueued only in part."""
         self._mark_end(None, None)
 
     def forget_ended(self) -> bool:

@@ -42,21 +42,16 @@ def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: 
 
 
 def set_up_transport(
-    kind: str,
-    options: ProcessGroupFreeScaleOptions,
-    topology: Topology,
-    p2p: GlooP2P,
-    host: HostTransport,
-    store: dist.Store,
-    timeout: timedelta,
+    kind: str, topology: Topology, host: HostTransport, store: dist.Store, timeout: timedelta
 ) -> Transport | None:
     """Return the transport of that name for CUDA tensors; None for torch's own backend. Collective."""
     if kind in ("host", "native"):
         return host if kind == "host" else None
     if reason := refusal(kind, topology):
         raise TransportRefused(f"transport={kind!r} {reason}")
+    p2p = host.p2p
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
-    transport, reason = build_transport(kind, options, p2p, host, near, dist.PrefixStore("build", store), timeout)
+    transport, reason = build_transport(kind, host, near, dist.PrefixStore("build", store), timeout)
     reasons = all_gather_json("built", reason, p2p, store, timeout)
     failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
     if not failed:
@@ -119,22 +114,17 @@ def _instead(topology: Topology) -> str:
 
 
 def build_transport(
-    kind: str,
-    options: ProcessGroupFreeScaleOptions,
-    p2p: GlooP2P,
-    host: HostTransport,
-    near: list[int],
-    store: dist.Store,
-    timeout: timedelta,
+    kind: str, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
 ) -> tuple[Transport | None, str]:
     """Return ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or the reason why its set-up failed. Collective.
 
     ``near`` contains the ranks of the group on this host, this one included. Not tested on GPU.
     """
+    p2p, chunk_bytes = host.p2p, host.options.chunk_bytes
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         if kind == "nccl-zero-cta":
-            communicator = NcclCommunicator(p2p.rank, p2p.size, options.chunk_bytes, store, timeout, device)
+            communicator = NcclCommunicator(p2p.rank, p2p.size, chunk_bytes, store, timeout, device)
             return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size), ""
         driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
         chunk = SymmetricBuffer.largest_chunk(len(near))

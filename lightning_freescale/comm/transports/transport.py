@@ -75,7 +75,6 @@ class RankBuffers:
 
     @staticmethod
     def from_tensors(what: str, tensors: Sequence[Tensor], ranks: int) -> RankBuffers:
-        """Use one tensor per rank."""
         if len(tensors) != ranks:
             raise ValueError(f"{len(tensors)} {what} tensors for {ranks} ranks: pass one per rank")
         buffers = [_as_bytes(what, tensor) for tensor in tensors]
@@ -86,12 +85,10 @@ class RankBuffers:
 
     @staticmethod
     def from_repeated(tensor: Tensor, ranks: int) -> RankBuffers:
-        """Use the same tensor for every rank."""
         return RankBuffers([_as_bytes("input", tensor)] * ranks, DTYPE_INDEX[tensor.dtype], tensor.device)
 
     @property
     def kind(self) -> str:
-        """The dtype and the device as text."""
         return f"{DTYPES[self.dtype_index]} on {self.device}"
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_what_is_named_and_cannot_be_had_is_refused_with_the_ranks_and_what_to_p
     nothing: Any = None
     for transport, where, *facts in REFUSED:
         with pytest.raises(TransportRefused) as refused:
-            set_up_transport(transport, ProcessGroupFreeScaleOptions(), where, nothing, nothing, nothing, timedelta(seconds=1))
+            set_up_transport(transport, where, nothing, nothing, timedelta(seconds=1))
         assert all(fact in str(refused.value) for fact in (f"transport='{transport}'", *facts)), (refused.value, facts)
 
 
@@ -132,11 +132,13 @@ def _p2p(rank: int, size: int) -> Any:
 
 def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
     """What every rank gets, if setting up a transport goes as ``build(rank)``."""
-    monkeypatch.setattr(selection, "build_transport", lambda kind, options, p2p, host, near, *rest: build(p2p.rank, kind, near))
-    store, size, options, host = dist.HashStore(), where.size, ProcessGroupFreeScaleOptions(), cast(Any, "host")
+    monkeypatch.setattr(selection, "build_transport", lambda kind, host, near, *rest: build(host.p2p.rank, kind, near))
+    store, size = dist.HashStore(), where.size
 
     def run(rank: int) -> Any:
-        return set_up_transport(named, options, where, _p2p(rank, size), host, store, timedelta(seconds=5))
+        host: Any = SimpleNamespace(p2p=_p2p(rank, size))
+        made: Any = set_up_transport(named, where, host, store, timedelta(seconds=5))
+        return "host" if made is host else made
 
     return on_ranks(size, run)
 
