@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.balance.advice import counts_allowed
 from lightning_freescale.balance.budget import Budget
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.forecast import fewer_than_asked
+from lightning_freescale.balance.forecast import counts_allowed, fewer_than_asked
 from lightning_freescale.balance.simulate import (
     KINDS,
     Forecast,

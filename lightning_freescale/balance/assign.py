@@ -237,7 +237,7 @@ def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[floa
         return found.lower_bound, found.dominated
     tokens, limit = options.get("tokens"), options.get("max_tokens_per_rank")
     problem, cost, _, _ = _problem(costs, ranks, options.get("assignment_mode", "fixed"), limit, tokens)
-    return lower_bound(problem).load / problem.ideal_load if cost.any() else 1.0, _is_dominated(cost, ranks)
+    return lower_bound(problem)[0] / problem.ideal_load if cost.any() else 1.0, _is_dominated(cost, ranks)
 
 
 def _is_dominated(cost: Floats, ranks: int) -> bool:
@@ -251,7 +251,7 @@ def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[I
             f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens}): the zig-zag gives a rank more tokens, and is "
             "not refined. Use another assignment_mode, or no limit."
         )
-    return plan, lower_bound(problem).load
+    return plan, lower_bound(problem)[0]
 
 
 def _sorted_fallback(fallback: ArrayLike, place: Ints, ranks: int) -> Ints:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
 
-from lightning_freescale.balance.advice import advise_on
 from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.cost import CostModel
-from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, evenly_spread, in_mode, report_plans
+from lightning_freescale.balance.forecast import PLANNED_STEPS, advise_on, draw_steps, evenly_spread, in_mode, report_plans
 from lightning_freescale.balance.micro_batches import MicroBatchSchedule
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import idle_fraction

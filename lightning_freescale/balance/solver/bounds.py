@@ -115,16 +115,8 @@ class Block:
     ranks: int
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A lower bound on the load of the slowest rank, and the ranks that cause it; ``block`` is None if all ranks do."""
-
-    load: float
-    block: Block | None = None
-
-
-def lower_bound(problem: Problem, rows: int | None = None) -> Bound:
-    """Return the lower bound on the load of the slowest rank.
+def lower_bound(problem: Problem, rows: int | None = None) -> tuple[float, Block | None]:
+    """Return the lower bound on the load of the slowest rank, and the ranks that cause it; None if all ranks do.
 
     The bound is the maximum of the mean load and, for every ``m``, the load that the ``m`` most expensive samples cause. Let
     ``m = k * ranks + j`` with ``1 <= j <= ranks``. The ``j`` ranks that hold most of these samples hold at least
@@ -154,7 +146,7 @@ def lower_bound(problem: Problem, rows: int | None = None) -> Bound:
     if rows is None:
         load = _rounded_up(problem, cost, max(load, _of_pairs(problem, cheapest, int(least[0]))))
     if mean[largest] <= problem.ideal_load or (largest + 1) % ranks == 0:
-        return Bound(load)
+        return load, None
     if largest >= ranks:  # with two kinds of samples, these ranks share all expensive ones
         costs = problem.cost[largest : min((largest // ranks + 1) * ranks, samples)]
         last = largest + int((costs[:-1] / costs[1:]).argmax()) if len(costs) > 1 else largest
@@ -162,7 +154,7 @@ def lower_bound(problem: Problem, rows: int | None = None) -> Bound:
     row, column = divmod(largest, ranks)
     ends = [samples - int(upto[row, column]), largest + 1, samples - int(beside[row, column])]
     before, expensive, between, cheap = np.split(np.arange(samples), ends)
-    return Bound(load, Block(np.concatenate([expensive, cheap]), np.concatenate([before, between]), column + 1))
+    return load, Block(np.concatenate([expensive, cheap]), np.concatenate([before, between]), column + 1)
 
 
 def _of_pairs(problem: Problem, cheapest: Ints, least: int) -> float:

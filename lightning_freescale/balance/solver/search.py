@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_freescale.balance.solver.bounds import Bound, Ints, Mask, Problem, dearest_first, lower_bound, to_integers
+from lightning_freescale.balance.solver.bounds import Block, Ints, Mask, Problem, dearest_first, lower_bound, to_integers
 from lightning_freescale.balance.solver.exchanges import exchange
 from lightning_freescale.balance.solver.lpt import first_plan, longest_first, zigzag
 from lightning_freescale.balance.solver.swaps import refine
@@ -37,31 +37,31 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
 
     ``fallback`` is a plan to start from if none is found, shape ``[samples]``.
     """
-    bound = lower_bound(problem)
-    plan = _planned(problem, bound, bound.load) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
-    if plan is not None and problem.largest_load(plan) <= CLOSE_ENOUGH * bound.load:
-        return plan, bound.load
+    bound, block = lower_bound(problem)
+    plan = _planned(problem, bound, block) if problem.tokens is None else _within_token_limit(problem, bound, fallback)
+    if plan is not None and problem.largest_load(plan) <= CLOSE_ENOUGH * bound:
+        return plan, bound
     if len(problem.cost) * math.log2(problem.ranks) <= math.log2(_ALL_PLANS):
         plan = _best_of_all_plans(problem)
         if plan is None or problem.tokens is not None:  # the bound ignores the token limit
-            return plan, bound.load
+            return plan, bound
         return plan, float(problem.largest_load(plan))
     if plan is None:
-        return None, bound.load
+        return None, bound
     plain = zigzag(problem)
     better = problem.allows(plain) and problem.largest_load(plain) < problem.largest_load(plan)
-    return plain if better else plan, bound.load
+    return plain if better else plan, bound
 
 
 # -- plans without a limit on tokens
 
 
-def _planned(problem: Problem, bound: Bound, load: float) -> Ints | None:
-    """Return a plan that aims at ``load``, which is not below the bound; plan the ranks that cause the bound separately."""
+def _planned(problem: Problem, load: float, block: Block | None) -> Ints | None:
+    """Return a plan that aims at ``load``, the lower bound, with the ranks that cause it planned separately."""
     plan, part, samples, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
+    bound = load
     for _ in range(_BLOCKS):
-        block, tight = bound.block, bound.load > max(_TIGHT * load, CLOSE_ENOUGH * part.ideal_load)
-        if block is None or not tight:
+        if block is None or bound <= max(_TIGHT * load, CLOSE_ENOUGH * part.ideal_load):
             break
         found = _refined(part.part(block.samples, block.ranks), load)
         if found is None:
@@ -69,7 +69,7 @@ def _planned(problem: Problem, bound: Bound, load: float) -> Ints | None:
         plan[samples[block.samples]] = first + found
         first += block.ranks
         part, samples = part.part(block.others, part.ranks - block.ranks), samples[block.others]
-        bound = lower_bound(part, rows=1)  # enough to find the next block
+        bound, block = lower_bound(part, rows=1)  # enough to find the next block
     rest = _refined(part, load)
     if rest is None or not first:
         return rest
@@ -140,7 +140,7 @@ def _of_all_plans(values: Ints, ranks: int) -> Ints:
 # -- plans with a limit on tokens
 
 
-def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -> Ints | None:
+def _within_token_limit(problem: Problem, load: float, fallback: Ints | None) -> Ints | None:
     """Return a plan within the limit on tokens, by the first way that comes near the bound; None if no way finds one."""
     plan = search(replace(problem, tokens=None))[0]
     if plan is not None and problem.allows(plan):
@@ -148,7 +148,7 @@ def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -
     ways: tuple[Callable[[], Ints | None], ...] = (
         lambda: None if plan is None else _brought_within(problem, plan),
         lambda: _by_tokens(problem),
-        lambda: first_plan(problem, bound.load),
+        lambda: first_plan(problem, load),
         lambda: fallback,
     )
     best = None
@@ -156,12 +156,12 @@ def _within_token_limit(problem: Problem, bound: Bound, fallback: Ints | None) -
         found = way()
         if found is None or not problem.allows(found):
             continue
-        found = refine(problem, found, CLOSE_ENOUGH * bound.load)
+        found = refine(problem, found, CLOSE_ENOUGH * load)
         best = found if best is None or problem.largest_load(found) < problem.largest_load(best) else best
         near = _WORTH_EXCHANGES if len(found) <= _FEW else _WORTH_ANOTHER_WAY
-        if len(found) > _MANY or problem.largest_load(best) <= near * bound.load:
+        if len(found) > _MANY or problem.largest_load(best) <= near * load:
             break
-    return None if best is None else _exchanged(problem, best, bound.load)
+    return None if best is None else _exchanged(problem, best, load)
 
 
 def _by_tokens(problem: Problem) -> Ints | None:
