@@ -1,5 +1,5 @@
-"""Code that every training loop with sharded tables needs, below the Trainer's strategy and Fabric's.
+"""Training with sharded tables, shared by the strategies for the Trainer and for Fabric.
 
-``setup`` finds and shards the tables of a module, ``table_step`` runs their exchange in each step, ``lookahead_loader`` and
-``lookahead`` find the ids of the next batch, and ``clipping`` clips the dense part and the tables together.
+``setup`` finds and shards the tables of a module, and ``table_step`` runs their exchange in each step. ``lookahead_loader`` and
+``next_ids`` find the ids of the next batch. ``clipping`` clips the dense part and the tables together.
 """

@@ -1,4 +1,4 @@
-"""Clip the gradients of the dense part and of the sharded tables together, as in the unsharded module."""
+"""Clip the gradients of the dense part and of the sharded tables together, as for the unsharded module."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torc
 class JointClipping:
     """Clips the gradients of the dense part and of the tables together.
 
-    The gradient of a table is in no parameter's ``grad``: the owners of its rows have it. So torch's own functions would miss
-    it; where the unsharded module would have had it among what they are given, they are refused.
+    The gradients of a table are held by the owners of its rows instead of a parameter's ``grad``, so torch's functions would
+    miss them. These functions raise an error if they would have clipped tables of the unsharded module.
 
     Args:
-        step: has the gradients of the tables.
+        step: the step of the tables.
         optimizer: returns the user's optimizer.
-        way: how to clip both, for errors.
+        way: how to clip both parts, for errors.
     """
 
     def __init__(self, step: TableStep, optimizer: Callable[[], Optimizer], way: str) -> None:
@@ -37,10 +37,10 @@ class JointClipping:
     def by_norm(
         self, parameters: list[Tensor], limit: float, not_held: str, check: Callable[[list[Tensor]], Any] | None = None
     ) -> Tensor:
-        """Clip by the 2-norm of all gradients, and return it; it goes to ``check`` before.
+        """Clip by the 2-norm of all gradients, and return it. ``check`` is called with the norm before.
 
         Raises:
-            ValueError: the gradients of the tables are not kept; the text is ``not_held``.
+            ValueError: the gradients of the tables are not held; the text is ``not_held``.
         """
         engine = self._step.engine
         if engine is None or not engine.holds_gradients:
@@ -52,21 +52,21 @@ class JointClipping:
         if check is not None:
             check([total])
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, total)
-        engine.scale_gradients(torch.clamp(limit / (total + 1e-6), max=1.0))  # as torch does in the line before
+        engine.scale_gradients(torch.clamp(limit / (total + 1e-6), max=1.0))  # the factor of torch in the line before
         return total
 
     def tables_by_value(self, limit: float, not_held: str) -> None:
-        """Limit every element of the tables' gradients; for errors see :meth:`by_norm`."""
+        """Clamp every element of the tables' gradients. For errors see :meth:`by_norm`."""
         engine = self._step.engine
         if engine is not None and engine.updates and engine.clip_value == limit:
-            return  # done wherever a row is updated
+            return  # every update of a row clamps
         if engine is None or not engine.holds_gradients:
             raise ValueError(not_held)
         engine.end_backward()
         engine.clamp_gradients(limit)
 
     def tables(self) -> list[tuple[Tensor, int]]:
-        """Return the tables that the unsharded module's optimizer would clip now, each with its parameter group."""
+        """Return the tables that the unsharded module's optimizer would clip, each with its parameter group."""
         groups = self._step.groups
         assert groups is not None
         found = [(weight, groups.optimizers.get(key)) for key, weight in groups.weights.items()]
@@ -75,7 +75,7 @@ class JointClipping:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Let torch's functions be called for the dense part."""
+        """Allow calls of torch's functions for the dense part in the context."""
         self._clipping = True
         try:
             yield
@@ -84,30 +84,30 @@ class JointClipping:
 
     @contextmanager
     def checking_torch(self) -> Iterator[None]:
-        """Refuse torch's functions meanwhile where they would have clipped tables in the unsharded module."""
+        """Raise an error in the context if torch's functions would have clipped tables of the unsharded module."""
         with ExitStack() as stack:
             for function in _TORCHS:
                 stack.enter_context(_checked(function, self._refuse_without_tables))
             yield
 
     def _refuse_without_tables(self, name: str, parameters: list[Tensor], limit: float) -> None:
-        if self._clipping or math.isinf(limit):  # the latter only finds the norm
+        if self._clipping or math.isinf(limit):  # an infinite limit only computes the norm
             return
         tables, given = self.tables(), set(map(id, parameters))
         param_groups = self._optimizer().param_groups
-        dense = [param_groups[group]["params"] for group in {group for _, group in tables}]  # the tables were among them
+        dense = [param_groups[group]["params"] for group in {group for _, group in tables}]  # groups with a table
         whole_group = any(p is parameters or (p and given.issuperset(map(id, p))) for p in dense)
         if whole_group or any(id(weight) in given for weight, _ in tables):
             raise ValueError(
-                f"torch's {name}(parameters, {limit}) sees the gradients of the dense part alone, those of the "
-                f"embedding tables are with the ranks that own the rows. {self._way}"
+                f"torch's {name}(parameters, {limit}) would clip only the gradients of the dense part. The gradients of the "
+                f"embedding tables are on the ranks that own the rows. {self._way}"
             )
 
 
 @contextmanager
 def _checked(function: Any, check: Callable[[str, list[Tensor], float], None]) -> Iterator[None]:
-    """Have ``check`` called before a function of torch's meanwhile, also for those who have imported it by name."""
-    # its decorator keeps the function itself in a cell of its closure, which is where all calls come by
+    """Call ``check`` before one of torch's functions in the context, also for callers that imported it by name."""
+    # its decorator keeps the function in a cell of its closure, which all calls read
     cell = dict(zip(function.__code__.co_freevars, function.__closure__))["func"]
     run, signature = cell.cell_contents, inspect.signature(function)
 
@@ -116,7 +116,7 @@ def _checked(function: Any, check: Callable[[str, list[Tensor], float], None]) -
         parameters = given["parameters"]
         if not isinstance(parameters, list):
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            given["parameters"] = parameters or given["parameters"]  # torch warns of an empty generator
+            given["parameters"] = parameters or given["parameters"]  # torch warns about an empty generator
         limit = given["clip_value"] if "clip_value" in given else given["max_norm"]
         check(function.__name__.removeprefix("_"), parameters, float(limit))
         return run(**given)

@@ -1,4 +1,4 @@
-"""Look one batch ahead of the training loop."""
+"""A loader that fetches one batch ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lightning_freescale._lightning.loops import LoaderWrapper, rank_zero_warn
 from lightning_freescale._runtime.batch_walk import walk
 
 _MOST_WAITING = 4
-"""More batches than this do not wait between loader and step; beyond it, training has not reported its batches."""
+"""The largest number of batches between loader and step. With more, training does not report the start of its batches."""
 _CHECKED_FETCHES = 3
-"""A loader that fills the same memory again does so from the start."""
+"""The number of fetches to check. A loader that reuses memory does so from the start."""
 
 
 class _NoBatch(Enum):
     ENDED = "no batch follows in this iteration"
-    UNKNOWN = "whether a batch follows, and which, cannot be said yet"
+    UNKNOWN = "the next batch, if any, is not yet known"
 
 
 ENDED, UNKNOWN = _NoBatch
 
 
 class LookaheadLoader(LoaderWrapper):
-    """Any iterable of batches, each fetched before the one in front of it is handed out.
+    """Wraps any iterable of batches, and fetches each batch before it returns the one before.
 
-    Batches and their order are those of the loader. Two things come earlier than without: the time that a fetch takes, and
-    random numbers that a data set draws from the global state in the main process (``num_workers=0``). Where a loader makes
-    every batch in the same memory, batches are copied, after a warning.
+    Batches and their order are unchanged. Two things happen earlier than without the wrapper: the fetches, and the draws of a
+    dataset from the global random state in the main process (``num_workers=0``). If a loader creates every batch in the same
+    memory, batches are copied after a warning.
 
-    A checkpoint resumes as if nothing had been fetched ahead: where the loader has ``state_dict`` and ``load_state_dict``, a
-    copy of its state is kept with every batch that has not been trained on.
+    Checkpoints resume as without the wrapper: if the loader has ``state_dict`` and ``load_state_dict``, a copy of its state is
+    kept with every batch until training on it begins.
 
     Args:
         loader: the loader.
-        limit: returns how many batches of an iteration are used, so that no other is fetched.
+        limit: returns the number of batches of an iteration that are used, so that no other is fetched.
     """
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:
@@ -51,39 +51,34 @@ class LookaheadLoader(LoaderWrapper):
         super().__init__(loader, resumable, _limit=limit, _resumable=resumable, _memory=BatchMemory())
 
     def __iter__(self) -> Iterator[Any]:
-        # not a generator: the loader draws its workers' seed from the global state now, as it would without this one
+        # not a generator: the loader draws its workers' seed from the global state now, as without the wrapper
         self._resumable.queue = queue = PrefetchQueue()
         stateful = self._loader if "state_dict" in vars(self) else None
         return _Batches(iter(self._loader), queue, self._limit, stateful, self._memory)
 
     def start_batch(self) -> Any:
-        """Take note that training on a batch begins, and return the :attr:`next_batch`. Call it for every batch but None."""
+        """Record that training on a batch begins, and return :attr:`next_batch`. Call it for every batch except None."""
         self._resumable.queue.start_batch()
         return self.next_batch
 
     @property
     def next_batch(self) -> Any:
-        """The batch that training begins with next, as it was handed out, or :data:`ENDED`, or :data:`UNKNOWN`."""
+        """The batch that training begins with next, as returned to the loop, or :data:`ENDED`, or :data:`UNKNOWN`."""
         return self._resumable.queue.next_batch
 
 
 @dataclass
 class PrefetchedBatch:
-    """A batch, or the error that came instead of it; a StopIteration at the end.
-
-    Attributes:
-        state: the loader's before it was fetched.
-        handed_out: whether the training loop has it.
-    """
+    """A fetched batch, or the error of its fetch, which is a StopIteration at the end."""
 
     batch: Any = None
     error: Exception | None = None
-    state: Any = None
-    handed_out: bool = False
+    state: Any = None  # the loader's state before the fetch
+    handed_out: bool = False  # whether the training loop has it
 
 
 class PrefetchQueue:
-    """What one iteration has fetched and training has not begun on, in order; the last may wait to be handed out."""
+    """The fetched batches of one iteration that training has not begun on, in order. The loop may not have the last one yet."""
 
     def __init__(self) -> None:
         self.waiting: deque[PrefetchedBatch] = deque()
@@ -92,11 +87,10 @@ class PrefetchQueue:
 
     @property
     def ahead(self) -> PrefetchedBatch | None:
-        """What is handed out next."""
+        """The batch to return next; None if it has to be fetched."""
         return self.waiting[-1] if self.waiting and not self.waiting[-1].handed_out else None
 
     def push(self, fetched: PrefetchedBatch) -> None:
-        """Queue what came after the last one."""
         self.waiting.append(fetched)
         self.ended = isinstance(fetched.error, StopIteration)
         self._lost_track |= len(self.waiting) > _MOST_WAITING
@@ -104,7 +98,7 @@ class PrefetchQueue:
             self.waiting.popleft()
 
     def hand_out(self, fetched: PrefetchedBatch) -> Any:
-        """Return the batch of the last one, or raise its error. A batch stays here until training on it begins."""
+        """Return the last batch, or raise its error. The batch stays queued until training on it begins."""
         fetched.handed_out = True
         if fetched.error is not None:
             self.waiting.pop()
@@ -112,11 +106,11 @@ class PrefetchQueue:
         return fetched.batch
 
     def start_batch(self) -> None:
-        """Remove the first batch, because training on it begins."""
+        """Remove the first batch because training on it begins."""
         self._started = True
         while not self._lost_track and self.waiting and self.waiting[0].handed_out:
             if self.waiting.popleft().batch is not None:
-                return  # Lightning passes over batches that are None
+                return  # Lightning skips batches that are None
 
     @property
     def next_batch(self) -> Any:
@@ -128,13 +122,13 @@ class PrefetchQueue:
 
     @property
     def resume_at(self) -> PrefetchedBatch | None:
-        """The first one that training has not begun on, or, if training does not report that, that was not handed out."""
+        """The first batch that training has not begun on. Without reports from training, the first that it does not have."""
         follows = self._started and not self._lost_track
         return next((fetched for fetched in self.waiting if follows or not fetched.handed_out), None)
 
 
 class _Batches(Iterator[Any]):
-    """One iteration. Dropping it drops the loader's iterator, and with it the workers."""
+    """One iteration. Deleting it deletes the loader's iterator and with it the workers."""
 
     def __init__(
         self,
@@ -159,23 +153,22 @@ class _Batches(Iterator[Any]):
         return self._queue.hand_out(fetched)
 
     def _fetch(self) -> PrefetchedBatch:
-        # a copy, because a loader may hand out the very object that it counts in
+        # a copy, because a loader may return the object that it counts in
         fetched = PrefetchedBatch(state=None if self._stateful is None else copy.deepcopy(self._stateful.state_dict()))
         waiting = list(self._queue.waiting)
         before = self._memory.copies_of(each.batch for each in waiting)
         try:
             fetched.batch = next(self._batches)
         except StopIteration:
-            fetched.error = StopIteration()  # a new one: the loader's knows its frames
-        except Exception as error:  # it belongs to this batch, and the one before it can still be trained on
+            fetched.error = StopIteration()  # a new one: the loader's holds its frames
+        except Exception as error:  # it belongs to this batch; training on the batch before can go on
             fetched.error = error
         for each, copied in zip(waiting, before):
             restored = self._memory.restored(each.batch, copied)
             if each.handed_out and restored is not each.batch:
                 raise RuntimeError(
-                    "the training loader has filled the memory of a batch again that waits to be trained on: strategy "
-                    "'freescale' and Lightning each fetch one batch ahead. Give each batch memory of its own, or use "
-                    "FreeScaleStrategy(overlap=False)"
+                    "The training loader has overwritten a batch before training on it. Strategy 'freescale' and Lightning "
+                    "each fetch one batch ahead. Create every batch in new memory, or use FreeScaleStrategy(overlap=False)."
                 )
             each.batch = restored
         fetched.batch = self._memory.own(fetched.batch)
@@ -184,56 +177,56 @@ class _Batches(Iterator[Any]):
 
 
 class _ResumableLoader:
-    """The loader's state, with no batch counted that was only fetched. Does not hold the wrapper: no circle."""
+    """The loader's state without the batches that were only fetched. It does not hold the wrapper, to avoid a cycle."""
 
     def __init__(self, loader: Any) -> None:
         self._loader, self.queue = loader, PrefetchQueue()
 
     def state_dict(self) -> Any:
-        """Return where to resume: the loader's state before the batch fetched ahead, or as it is if none is."""
+        """Return the loader's state before the prefetched batch, or its current state if there is none."""
         fetched = self.queue.resume_at
         return self._loader.state_dict() if fetched is None else fetched.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Hand ``state`` to the loader. What was fetched before counts no more."""
+        """Pass ``state`` to the loader, and forget prefetched batches."""
         self.queue = PrefetchQueue()
         self._loader.load_state_dict(state)
 
 
 class BatchMemory:
-    """Notices when a fetch overwrites waiting batches, in tensors and arrays, and copies batches from then on."""
+    """Detects fetches that overwrite tensors and arrays of waiting batches, and copies batches from then on."""
 
     def __init__(self) -> None:
         self._copies, self._unchecked = False, _CHECKED_FETCHES
 
     def copies_of(self, waiting: Iterable[Any]) -> list[Any]:
-        """Return copies of the batches that wait, before another one is fetched; none once enough fetches were checked."""
+        """Return copies of the waiting batches before a fetch; an empty list after enough fetches were checked."""
         copied = [_copy(batch) for batch in waiting] if self._unchecked and not self._copies else []
         self._unchecked -= bool(copied)
         return copied
 
     def restored(self, batch: Any, before: Any) -> Any:
-        """Return a batch that waited during a fetch: as it was ``before``, if it is another now."""
+        """Return a batch that waited during a fetch, or its copy ``before`` if the fetch has changed it."""
         if before is None or _same_contents(before, batch):
             return batch
         if not self._copies:
             self._copies = True
             rank_zero_warn(
-                "the training loader fills the same memory with every batch, and strategy 'freescale' fetches the next one "
-                "before this one is trained on: every batch is copied from here on. Give each batch memory of its own, or use "
-                "FreeScaleStrategy(overlap=False)"
+                "The training loader creates every batch in the same memory, but strategy 'freescale' fetches the next batch "
+                "before training on the current one. Batches are copied from now on. Create every batch in new memory, or use "
+                "FreeScaleStrategy(overlap=False)."
             )
         return before
 
     def own(self, batch: Any) -> Any:
-        """Return a batch that was just fetched, in memory that the loader does not fill again."""
+        """Return a fetched batch, in memory that the loader does not overwrite."""
         return copy.deepcopy(batch) if self._copies else batch
 
 
 def _copy(batch: Any) -> Any:
     try:
         return copy.deepcopy(batch)
-    except Exception:  # it holds what cannot be copied, and is not looked at
+    except Exception:  # a batch that cannot be copied is not checked
         return None
 
 

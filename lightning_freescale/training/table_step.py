@@ -1,4 +1,4 @@
-"""The step of sharded tables: the one owner of the overlap engine, whichever loop trains."""
+"""The step of sharded tables in any training loop: the only owner of the overlap engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 
 
 class TableStep:
-    """Fetches, exchanges and updates the rows of sharded tables, in the steps of one run.
+    """Fetches, exchanges and updates the rows of sharded tables in the steps of one run.
 
     A loop reports its events in this order::
 
-        step.start_batch(batch, following)             # a batch is available, and what follows it
+        step.start_batch(batch, following)             # a batch and the one after it are available
         step.before_forward(batch, updates=True)
         with step.forward():
             loss = model(batch)
         step.end_forward()                             # before backward
-        step.backward(loss.backward, updates=True)     # after it, gradients are handed over
+        step.backward(loss.backward, updates=True)
         step.step_done()                               # after optimizer.step()
 
     A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
@@ -38,18 +38,18 @@ class TableStep:
     Args:
         tables: the sharded tables of the module.
         engine: exchanges their rows; None if TorchRec does.
-        groups: which of the optimizer's parameter groups drives which table; None outside of training.
-        lookahead: finds the ids of the next batch; None if no exchange is overlapped with compute.
+        groups: maps the optimizer's parameter groups to tables; None outside of training.
+        lookahead: finds the ids of the next batch; None if no exchange is overlapped.
         early_copy: copies the next batch to the device; None if it must not be copied early.
-        timeline: where waits for rows are recorded.
+        timeline: records waits for rows.
         split_backward: whether backward computes the gradients of the dense weights last.
         split_windows: whether the weight gradients of all micro-batches of a step wait for the last one.
 
     Attributes:
-        tables, engine, groups, early_copy, split_backward: as given; ``split_backward`` may change between two steps.
-        overlapped: paths of the collections that the engine updates.
-        plain: paths of the collections that TorchRec updates during backward.
-        update_due: whether a backward has been computed whose optimizer step is still to come.
+        tables, engine, groups, early_copy, split_backward: as the arguments; ``split_backward`` may change between steps.
+        overlapped: the paths of the collections that the engine updates.
+        plain: the collections that TorchRec updates during backward.
+        update_due: whether a backward was computed whose optimizer step has yet to follow.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class TableStep:
         self.update_due = False
         self._lookahead, self._timeline = lookahead, timeline or Timeline()
         self._window = WindowGradients() if split_windows else None
-        self._settings: Mapping[str, UpdateSettings] = {}  # what the tables are updated with in the current step
+        self._settings: Mapping[str, UpdateSettings] = {}  # settings of the tables' update in the current step
         self._parts: tuple[Any, ...] = ()  # micro-batches of the current batch
         self._part = 0
-        self._told_of_parts: list[Ids] = []  # of the current batch, but the first
+        self._ids_of_parts: list[Ids] = []  # from the user's function, for all micro-batches of the current batch but the first
         self._following: Any = UNKNOWN  # the batch after the current one
         self._batch: Any = None  # the micro-batch that computes
         self._is_last_part = False
-        self._handed_over = False  # whether the gradients of the current forward are
+        self._handed_over = False  # whether the gradients of the current forward have been submitted
         self._comes_ahead = self._restart = self._updates = self._stated_sizes = False
         self._logged: dict[str, float] | None = None
         if timeline is not None and engine is not None:
@@ -88,21 +88,21 @@ class TableStep:
     # -- events of a step, in their order
 
     def take_loaded(self, batch: MicroBatches) -> None:
-        """Ask for the ids of all micro-batches but the first, as they come out of the loader: hooks get them next."""
-        self._told_of_parts = [] if self._lookahead is None else [self._lookahead.tell(part) for part in batch.batches[1:]]
+        """Ask the user's function for the ids of all micro-batches but the first, before hooks change them."""
+        self._ids_of_parts = [] if self._lookahead is None else [self._lookahead.ask(part) for part in batch.batches[1:]]
 
     def copied(self, batch: Any) -> Any:
-        """Return the copy on the device of a batch, if there is one already, else the batch."""
+        """Return the copy of a batch on the device if there is one, otherwise the batch."""
         return batch if self.early_copy is None else self.early_copy.take(batch)
 
     def start_batch(self, batch: Any, following: Any, comes_ahead: bool = True, restart: bool = True) -> None:
-        """Note that a step on ``batch`` begins.
+        """Record that a step on ``batch`` begins.
 
         Args:
-            batch: as the step gets it.
-            following: the next batch as it comes out of the loader, or ENDED, or UNKNOWN.
-            comes_ahead: whether the loop knows batches before their step at all.
-            restart: whether the gradients of batches before are zero.
+            batch: the batch as the step gets it.
+            following: the next batch as it leaves the loader, or ENDED, or UNKNOWN.
+            comes_ahead: whether the loop knows batches before their step.
+            restart: whether the gradients of earlier batches are zero.
         """
         self._parts = tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
         self._part, self._following = -1, following
@@ -113,18 +113,18 @@ class TableStep:
         self._is_last_part = index + 1 == len(self._parts)
         if self._lookahead is not None:
             self._lookahead.asked = False
-        # its own list of what the batch holds: the step may pop ids from the batch before they are looked for there
+        # a shallow copy: the step may remove ids from the batch before they are looked for in it
         self._batch = batch.copy() if type(batch) in (dict, list) else batch
 
     def before_forward(self, batch: Any, updates: bool) -> None:
-        """Begin the exchange of a forward, and submit the ids that are known of what comes after it.
+        """Begin the exchange of a forward, and submit the known ids of the next one.
 
         Args:
-            batch: what the forward computes: the batch, or one of its micro-batches.
+            batch: the batch of the forward, or one of its micro-batches.
             updates: whether an optimizer step follows it.
         """
         index = next((i for i, part in enumerate(self._parts) if part is batch), max(self._part, 0))
-        if index != self._part:  # else a closure runs the step again
+        if index != self._part:  # otherwise a closure repeats the step
             self._start_part(index)
         self._updates, self._handed_over, groups, lookahead = updates, False, self.groups, self._lookahead
         assert groups is not None
@@ -150,11 +150,11 @@ class TableStep:
             return nullcontext()
         if self._window is not None and len(self._parts) > 1:
             return WeightGradientsLast(self._window, last=self._is_last_part)
-        # gradients that no optimizer step follows do not travel
+        # without an optimizer step, gradients are not exchanged
         return WeightGradientsLast() if self._updates else nullcontext()
 
     def end_forward(self) -> None:
-        """End the lookups of a forward, and learn where the ids stood that the model has looked up."""
+        """End the lookups of a forward, and learn where the batch contains their ids."""
         engine, lookahead = self.engine, self._lookahead
         if engine is None:
             return
@@ -173,12 +173,12 @@ class TableStep:
                     rank_zero_info(f"strategy 'freescale': {text}")
 
     def follow_settings(self, *_: Any) -> None:
-        """Update tables with the options that the user has set since the step began; call it before backward."""
+        """Update tables with the options that the user has set since the step began. Call it before backward."""
         if self.engine is not None and self.groups is not None:
             self._settings = self.engine.follow_settings(self._settings, self.groups.settings())
 
     def backward(self, run: Callable[[], Result], updates: bool) -> Result:
-        """Run backward and hand its gradients over; ``updates`` as in :meth:`before_forward`."""
+        """Run backward and submit its gradients; ``updates`` is as in :meth:`before_forward`."""
         self.update_due = updates
         try:
             if self._window is None:
@@ -189,12 +189,12 @@ class TableStep:
             self.end_backward()
         except RuntimeError:
             if self.engine is not None:
-                self.engine.raise_errors()  # DDP fails when a rank has gone; the exchange may know why it has
+                self.engine.raise_errors()  # DDP fails if another rank does, and the exchange may know the reason
             raise
         return result
 
     def end_backward(self) -> None:
-        """Hand over what backward has not handed over itself."""
+        """Submit the gradients that backward has not submitted."""
         if self.engine is None:
             return
         with self._timeline.span("host", "embeddings: gradients handed over"):
@@ -204,10 +204,10 @@ class TableStep:
                 self._window.close()
 
     def step_done(self) -> None:
-        """Update the tables after an optimizer step, also after one without backward, and count the step.
+        """Update the tables after an optimizer step, and count the step. Call it also after a step without backward.
 
         Raises:
-            ValueError: an option was changed after the tables' gradients had been sent.
+            ValueError: an option has changed since the gradients of the tables were sent.
         """
         assert self.groups is not None
         if self.engine is not None:
@@ -223,38 +223,38 @@ class TableStep:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the rows of the next batch are fetched while this one computes."""
+        """Whether the rows of the next batch are fetched while the current batch computes."""
         return self._lookahead is not None
 
     def give_up_lookahead(self, reason: str) -> None:
-        """Overlap no exchange from here on."""
+        """Stop overlapping exchanges."""
         if self._lookahead is not None:
             self._lookahead.give_up(reason)
 
     def drain(self) -> None:
-        """Wait until every update of the steps so far is in the tables. Collective. It may be called inside a step."""
+        """Wait until all updates so far are in the tables. Collective. It may be called inside a step."""
         if self.engine is not None:
             self.engine.drain()
 
     def count_updates(self) -> None:
-        """Drain, and count as updates of a table only the steps that had a gradient for it. Collective, between two steps."""
+        """Drain, and count only the steps with a gradient as updates of a table. Collective between two steps."""
         self.drain()
         if self.engine is not None and self.groups is not None:
             self.groups.uncount(self.engine.take_idle_steps())
 
     def writing(self) -> AbstractContextManager[None]:
-        """Enter this around writes to the tables by hand, on every rank."""
+        """Return a context for writes to the tables by other code. Enter it on every rank."""
         return nullcontext() if self.engine is None else self.engine.writing()
 
     def report(self) -> OverlapReport | None:
-        """Return the means over all ranks and steps so far, after a drain. Collective. None without overlap."""
+        """Return the means over all ranks and steps so far; None without overlap. Collective."""
         self.count_updates()
         if self.engine is None or self._lookahead is None:
             return None
         return OverlapReport.from_totals(self.engine.mean_statistics())
 
     def report_of_rank(self) -> OverlapReport | None:
-        """Return this rank's means over the steps since the last call; None without overlap, or without steps."""
+        """Return this rank's means over the steps since the last call; None without overlap or without steps."""
         if self.engine is None or self._lookahead is None:
             return None
         totals = self.engine.statistics()
@@ -264,20 +264,20 @@ class TableStep:
     # -- the ids of the next batch
 
     def _known_ids(self, lookahead: Lookahead) -> Ids | None:
-        """Return the ids that are known of the next micro-batch; None if there is none.
+        """Return the known ids of the next micro-batch; None if there is none.
 
-        One of the same step is as the step gets it. The next step's is as it comes out of the loader: the hooks that prepare
-        it have not run.
+        A micro-batch of the same step is as the step gets it. The next step's batch is as it leaves the loader, before hooks
+        change it.
         """
         if not self._is_last_part:
             if lookahead.asked:
                 return {}
-            return lookahead.known_ids(self._told_of_parts[self._part], self._parts[self._part + 1])
+            return lookahead.known_ids(self._ids_of_parts[self._part], self._parts[self._part + 1])
         if self._following is ENDED:
             return None
         if self._following is UNKNOWN or lookahead.asked:
             return {}
         loaded, several = self._following, isinstance(self._following, MicroBatches)
-        told = lookahead.tell(loaded.batches[0] if several else loaded)
+        returned = lookahead.ask(loaded.batches[0] if several else loaded)
         on_device = loaded if self.early_copy is None else self.early_copy.start(loaded)
-        return lookahead.known_ids(told, on_device.batches[0] if several else on_device)
+        return lookahead.known_ids(returned, on_device.batches[0] if several else on_device)

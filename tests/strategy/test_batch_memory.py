@@ -13,7 +13,7 @@ import torch
 
 from lightning_freescale.training.lookahead_loader import LookaheadLoader
 
-FILLED = "fills the same memory"
+FILLED = "in the same memory"
 
 
 def _array(buffers: int = 1) -> Iterator[Any]:

@@ -85,7 +85,7 @@ class Announced:
 
 @dataclass
 class StepUpdate:
-    """How the step of a batch updates the tables; set by the training thread."""
+    """The way in which the step of a batch updates the tables; set by the training thread."""
 
     settings: Sequence[UpdateSettings] = ()  # by index of the table in the layout
     updates: bool = True  # whether an optimizer step follows; otherwise the gradients are kept for the next one
