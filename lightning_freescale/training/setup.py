@@ -254,10 +254,7 @@ def table_sharding(module: nn.Module, device: torch.device, strategy: TableStrat
 
 
 def shard_tables(
-    sharding: TableSharding,
-    groups: ParameterGroups | None,
-    earlier: ShardedTables | None,
-    strategy: TableStrategy,
+    sharding: TableSharding, groups: ParameterGroups | None, earlier: ShardedTables | None, strategy: TableStrategy
 ) -> ShardedTables:
     """Shard the tables, each with its optimizer in ``groups``, and return them. Collective.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,13 +17,13 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSetti
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.lookup_handshake import Route
 from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, ProxyRoute
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
-from lightning_freescale.embeddings.overlap.row_exchange import RowExchange
+from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, ExchangeWorker, LaunchOrder, Transport
 
 
@@ -193,28 +193,19 @@ class OverlappedCollection:
 
     # -- clipping, between backward and the optimizer step
 
+    def submit_clipping(self, job: Callable[..., Any], *args: Any) -> Future[Any] | None:
+        """Submit a method of :class:`RowUpdates` for the held gradients; None if the step holds none."""
+        held = self.step.held
+        return None if held is None else self._worker.submit(job, self._exchange.row_updates, *args, held.update.settings)
+
     def submit_square_sum(self) -> Future[Any] | None:
-        """Submit the sum of squares of the step's whole gradient; return None if it is not held. Collective."""
-        if self.step.held is None:
-            return None
-        settings = self.step.held.update.settings
-        return self._worker.submit(self._exchange.row_updates.sum_squares, self._transport, settings)
+        return self.submit_clipping(RowUpdates.sum_squares, self._transport)
 
     def square_sum(self, job: Future[Any]) -> Tensor:
         """Return the result of :meth:`submit_square_sum`: float64, zero-dimensional, equal on all ranks."""
         square_sum: Tensor = self._worker.await_rows(job)
         self._worker.hand_over(square_sum)
         return square_sum
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the held gradients by ``factor``."""
-        if self.step.held is not None:
-            self._worker.submit(self._exchange.row_updates.scale, factor, self.step.held.update.settings)
-
-    def clamp_gradients(self, limit: float) -> None:
-        """Clamp every element of the held gradients to ``-limit ... limit``."""
-        if self.step.held is not None:
-            self._worker.submit(self._exchange.row_updates.clamp, limit, self.step.held.update.settings)
 
     # -- a loss over all rows of a table
 
@@ -245,7 +236,7 @@ class OverlappedCollection:
     # -- between steps
 
     def submit_evaluation(self, module: int, features: KeyedJaggedTensor | None) -> Future[Any]:
-        """Submit a lookup outside of steps, after :meth:`drain`. Collective. See :meth:`LookupHandshake.evaluate`."""
+        """Submit a lookup outside of steps, after :meth:`drain`. Collective. See :meth:`RowExchange.evaluate`."""
         return self._worker.submit(self._exchange.evaluate, module, features)
 
     def evaluated(self, job: Future[Any]) -> tuple[list[int], Tensor]:

@@ -24,6 +24,7 @@ from lightning_freescale.embeddings.overlap.module_forward import Evaluation, Mo
 from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, nodes_with_proxies
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
+from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import LaunchOrder, new_group, refuse_one_queue
 from lightning_freescale.embeddings.shards import ShardedTables
 
@@ -254,12 +255,12 @@ class OverlapEngine:
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the tables' held gradients by ``factor``."""
         for collection in self.collections.values():
-            collection.scale_gradients(factor)
+            collection.submit_clipping(RowUpdates.scale, factor)
 
     def clamp_gradients(self, limit: float) -> None:
         """Clamp every element of the tables' held gradients to ``-limit ... limit``."""
         for collection in self.collections.values():
-            collection.clamp_gradients(limit)
+            collection.submit_clipping(RowUpdates.clamp, limit)
 
     def apply_gradients(self) -> None:
         """Update the tables with the held gradients. Otherwise the next :meth:`begin_step` does. Collective."""

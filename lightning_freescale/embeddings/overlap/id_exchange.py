@@ -122,6 +122,31 @@ class Head(NamedTuple):
     evaluated: int  # number of the module that the sender looks up outside of steps, from 1 on; 0 for none
 
 
+def refuse_ranks_out_of_step(heads: Sequence[Head]) -> None:
+    draining = [rank for rank, head in enumerate(heads) if head.state == NextIds.DRAINING]
+    if 0 < len(draining) < len(heads):
+        raise RuntimeError(
+            f"Ranks {draining} apply pending updates to the tables (they evaluate, save, or call state_dict()). The other "
+            "ranks go on training. Do this on every rank."
+        )
+    evaluating = [rank for rank, head in enumerate(heads) if head.state == NextIds.EVALUATING]
+    if 0 < len(evaluating) < len(heads):
+        raise RuntimeError(
+            f"Ranks {evaluating} look up rows outside of a training step. The other ranks train or save. Evaluate on "
+            "every rank. If ranks evaluate different numbers of batches, do it inside `with strategy.evaluation():`. In a "
+            "loop of your own, call engine.serve_evaluation() afterwards."
+        )
+    if len({head.number for head in heads}) > 1:
+        numbers = [head.number for head in heads]
+        raise RuntimeError(f"The ranks are out of step: they send messages {numbers}. Run the same loop on every rank.")
+    steps = [rank for rank, head in enumerate(heads) if head.updates]
+    if 0 < len(steps) < len(heads):
+        raise ValueError(
+            f"After this batch, ranks {steps} take an optimizer step and the other ranks accumulate gradients. Use the "
+            "same number of batches and the same accumulate_grad_batches on every rank."
+        )
+
+
 class KnownIds(NamedTuple):
     """This rank's knowledge of the ids of the next batch."""
 

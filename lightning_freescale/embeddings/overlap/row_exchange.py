@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import (
     Announced,
     Batch,
@@ -21,23 +23,35 @@ from lightning_freescale.embeddings.overlap.batch_state import (
     RequestedRows,
     SomeRows,
 )
-from lightning_freescale.embeddings.overlap.id_exchange import Head, IdsToSend, KnownIds, LookedUp, NextIds
+from lightning_freescale.embeddings.overlap.id_exchange import (
+    Head,
+    IdsToSend,
+    KnownIds,
+    LookedUp,
+    NextIds,
+    refuse_ranks_out_of_step,
+)
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.lookup_handshake import EvaluatedRows, LookupHandshake, Route
+from lightning_freescale.embeddings.overlap.proxy_route import ProxyRoute
 from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
+from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
 
+Route: TypeAlias = DirectRoute | ProxyRoute
+
+
+class EvaluatedRows(NamedTuple):
+    """The result of a lookup outside of steps, in which each rank looks up one module or none."""
+
+    modules: list[int]  # number of the module that each rank looks up, from 1 on; 0 for none
+    rows: Tensor  # rows of this rank's lookup, shape [rows, dim]
+    places: Tensor  # index into rows for each id, shape [ids]
+    error: ValueError | None = None  # of the ids of any rank
+
 
 class RowExchange:
-    """Does the work of each job on the worker thread. No other thread touches the rows, so they need no lock.
-
-    Attributes:
-        path: the path of the collection.
-        local: the rows of this rank.
-        row_updates: applies or keeps received gradients.
-        bag_traffic: counts the bytes that TorchRec would send for bags; None for collections without bags.
-    """
+    """Does the work of each job on the worker thread. No other thread touches the rows, so they need no lock."""
 
     def __init__(
         self,
@@ -52,15 +66,16 @@ class RowExchange:
         self.path, self.local, self._route, self._statistics = path, local, route, statistics
         self._rank, self._ranks = group.rank(), group.size()
         self.row_updates, self._collisions = RowUpdates(local), Collisions(local, statistics)
+        # counts the bytes that TorchRec would send for bags
         self.bag_traffic = BagTraffic(local.layout, self._rank, local.dim) if pooled else None
-        self._handshake = LookupHandshake(path, group, local, dedup, route)
+        self._group, self._dedup = group, dedup
+        self._no_values = local.layout.starts.new_empty(0, local.dim, dtype=torch.float32)
         self._batches = 0
         self._heads: list[Head] = []
 
     def new_batch(self) -> Batch:
-        """Return a batch in its initial state."""
         self._batches += 1
-        nothing, route = self._handshake.no_values, self._route
+        nothing, route = self._no_values, self._route
         return Batch(self._batches, RequestedRows(route.no_rows, route.no_incoming), BatchRows(nothing, route.no_rows.inverse))
 
     # -- A
@@ -74,31 +89,25 @@ class RowExchange:
         predicted: bool,
         known: KnownIds,
     ) -> None:
-        """Do exchange A: send the owners the rows that the next batch needs, and patient gradients.
+        """Do exchange A: send the owners the rows that ``following`` needs, and the patient gradients of ``previous``.
 
-        Args:
-            following: the next batch.
-            current: the batch that computes.
-            previous: the batch whose patient gradients are unsent; None if there is none.
-            looked_up: the lookups of ``current`` so far.
-            predicted: whether they were submitted ahead.
-            known: what this rank knows of ``following``.
+        ``looked_up`` are the lookups of ``current`` so far, and ``predicted`` tells whether they were submitted ahead.
         """
         current.rows.passing = None  # memory: all its rows have arrived
         lookup, request, wrong = LookedUp.PREDICTED, self._route.no_rows, None
         if not (predicted and current.announced.submitted):
-            lookup, request, wrong = self._handshake.ask_for(looked_up, LookedUp.OTHERS)
-        sent = self._handshake.ids_to_send(known)
+            lookup, request, wrong = self._ask_for(looked_up, LookedUp.OTHERS)
+        sent = self._ids_to_send(known)
         self._heads, incoming = self._send_ids(sent, current.update.updates, previous, lookup, request.sizes)
         following.requested = RequestedRows(sent.request, incoming)
-        self._handshake.raise_errors(self._heads, wrong)
+        self._raise_errors(self._heads, wrong)
         if any(head.lookup == LookedUp.OTHERS for head in self._heads):
             self._serve_anew(current, request)
 
     def drain(self, previous: Batch) -> None:
         """Send the patient gradients of a batch now. Collective."""
         sent = IdsToSend(NextIds.DRAINING, self._route.no_rows)
-        self._handshake.raise_errors(self._send_ids(sent, previous.update.updates, previous)[0])
+        self._raise_errors(self._send_ids(sent, previous.update.updates, previous)[0])
 
     def _send_ids(
         self,
@@ -109,7 +118,7 @@ class RowExchange:
         other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows]:
         """Exchange heads, ids and the unsent gradients of ``previous``, apply these, and return heads and incoming rows."""
-        given, gradients = self._route.nothing_given, self._handshake.no_values
+        given, gradients = self._route.nothing_given, self._no_values
         if previous is not None:
             given = previous.gradients.patient or self._route.all_of(previous.requested)
             gradients = gradients if previous.gradients.sums is None else previous.gradients.sums
@@ -143,7 +152,7 @@ class RowExchange:
         if self._waits_for_ids():
             if forward_first is not None and forward_first.acquire(blocking=False):
                 return
-            self._hear_later(following, current, self._handshake.ids_to_send(known))
+            self._hear_later(following, current, self._ids_to_send(known))
         states, updates = [head.state for head in self._heads], current.update.updates
         any_submitted = NextIds.REQUESTED in states
         following.announced = Announced(
@@ -176,8 +185,8 @@ class RowExchange:
         if not later[self._rank]:
             sent = IdsToSend(NextIds.ANNOUNCED, self._route.no_rows)
         sent = replace(sent, before=requested.incoming)
-        nothing = (LookedUp.PREDICTED, self._route.nothing_given, self._handshake.no_values)
-        heads, incoming, _ = self._handshake.exchange_until_served(sent, current.update.updates, *nothing)
+        nothing = (LookedUp.PREDICTED, self._route.nothing_given, self._no_values)
+        heads, incoming, _ = self._exchange_until_served(sent, current.update.updates, *nothing)
         self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
         request = sent.request if later[self._rank] else requested.request
         following.requested = RequestedRows(request, requested.incoming.replaced(incoming, later))
@@ -192,7 +201,11 @@ class RowExchange:
         # other ranks may send gradients in the same message: provide their slots
         nothing = self._route.nothing_given
         given = nothing if self._waits_for_ids() else replace(self._given_in_time(current), requested=nothing.requested)
-        return self._handshake.fetch_more(lookups, current.update.updates, given)
+        kind, request, wrong = self._ask_for(lookups, LookedUp.MORE)
+        sent, updates = IdsToSend(NextIds.ANNOUNCED, request), current.update.updates
+        heads, incoming, _ = self._route.exchange_ids(sent, updates, kind, given, self._no_values)
+        self._raise_errors(heads, wrong)
+        return self._serve_more(heads, incoming, request), request.inverse
 
     # -- C and D
 
@@ -204,25 +217,21 @@ class RowExchange:
         anew: Sequence[KeyedJaggedTensor] | None,
         pooled_rows: np.ndarray | int,
     ) -> None:
-        """Do exchanges C and D: send the gradients that the next batch waits for, and fetch its last rows.
+        """Do exchanges C and D: send the gradients that ``following`` waits for, and fetch its last rows.
 
-        Args:
-            current: the batch whose backward has run.
-            following: the next batch.
-            gradient: the gradient of the rows of its lookups, shape ``[ids, dim]``; None means zero.
-            anew: the lookups of ``gradient``, if the owners know of different ones.
-            pooled_rows: see :attr:`ExchangeStep.pooled_rows`.
+        ``gradient`` is the gradient of the rows of ``current``, shape ``[ids, dim]``; None means zero. ``anew`` are its lookups
+        if the owners know of different ones.
         """
         lookup, request, update = LookedUp.PREDICTED, self._route.no_rows, current.update
         if anew is not None:
-            lookup, request = LookedUp.OTHERS, self._handshake.request(anew)
+            lookup, request = LookedUp.OTHERS, self._request(anew)
             current.requested = replace(current.requested, request=request)
         sums = current.gradients.sums = self._sum_per_row(current.requested.request, gradient, pooled_rows)
         given, incoming = self._given_in_time(current), current.requested.incoming
         if anew is not None:
             given = replace(given, requested=self._route.nothing_given.requested)
         sent = IdsToSend(NextIds.ANNOUNCED, request, moves=gradient is not None or update.whole_used, before=incoming)
-        heads, new, came = self._handshake.exchange_until_served(sent, update.updates, lookup, given, sums)
+        heads, new, came = self._exchange_until_served(sent, update.updates, lookup, given, sums)
         self.row_updates.count_step(current, any(head.moves for head in heads))
         self._route.count_gradients("colliding", given)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
@@ -273,7 +282,7 @@ class RowExchange:
 
     def _sum_per_row(self, request: RowRequest, gradient: Tensor | None, pooled_rows: np.ndarray | int) -> Tensor:
         if gradient is None:
-            return torch.zeros(sum(request.sizes), self.local.dim, device=self._handshake.no_values.device)
+            return torch.zeros(sum(request.sizes), self.local.dim, device=self._no_values.device)
         pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(request, pooled_rows)
         self._statistics.count_lookup(request, self.local.layout.places[self._rank], self.local.dim, pooled)
         sums = request.sum_per_row(gradient)
@@ -282,9 +291,23 @@ class RowExchange:
     # -- between steps
 
     def evaluate(self, module: int, features: KeyedJaggedTensor | None) -> EvaluatedRows:
-        """Call :meth:`LookupHandshake.evaluate` without counting it in the statistics."""
+        """Fetch the rows of a lookup outside of steps, and serve those of other ranks. Collective.
+
+        ``module`` is the number of the module that this rank looks up, from 1 on; 0 for none. ``features`` are its ids; None if
+        this rank looks up nothing in this collection.
+        """
         with self._statistics.suspended():
-            return self._handshake.evaluate(module, features)
+            kind, request, wrong = self._ask_for([] if features is None else [features], LookedUp.MORE)
+            sent, nothing = IdsToSend(NextIds.EVALUATING, request, evaluated=module), self._route.nothing_given
+            heads, incoming, _ = self._route.exchange_ids(sent, False, kind, nothing, self._no_values)
+            modules, rows = [head.evaluated for head in heads], self._no_values
+            try:
+                self._raise_errors(heads, wrong)
+            except ValueError as error:  # raised on all ranks, so they stay in step
+                return EvaluatedRows(modules, rows, request.inverse, error.with_traceback(None))
+            if any(head.most_ids for head in heads):
+                rows = self._serve_more(heads, incoming, request)
+            return EvaluatedRows(modules, rows, request.inverse)
 
     def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
         """Continue a window with saved gradients, before the first batch."""
@@ -298,3 +321,49 @@ class RowExchange:
         self._collisions.begin_window(current.number)
         if previous is not None:
             previous.gradients.patient = self._route.nothing_given
+
+    # -- messages about lookups
+
+    def _request(self, lookups: Sequence[KeyedJaggedTensor]) -> RowRequest:
+        return RowRequest.from_lookups(lookups, self.local.layout, self._dedup)
+
+    def _ids_to_send(self, known: KnownIds) -> IdsToSend:
+        """Return the message for the next batch. Wrong ids count as unknown, because the model may never look them up."""
+        state, request = known.state, self._route.no_rows
+        if state == NextIds.REQUESTED:
+            try:
+                request = self._request(known.lookups)
+            except ValueError:
+                state = NextIds.UNKNOWN
+        return IdsToSend(state, request, known.gives_up)
+
+    def _ask_for(self, lookups: Sequence[KeyedJaggedTensor], kind: LookedUp) -> tuple[LookedUp, RowRequest, ValueError | None]:
+        """Return ``kind``, or WRONG for wrong ids, with the request and the error of lookups that were not submitted."""
+        try:
+            return kind, self._request(lookups), None
+        except ValueError as error:
+            return LookedUp.WRONG, self._route.no_rows, error.with_traceback(None)  # no reference cycle through this frame
+
+    def _exchange_until_served(
+        self, sent: IdsToSend, updates: bool, lookup: LookedUp, given: SomeRows, gradients: Tensor
+    ) -> tuple[list[Head], IncomingRows, Tensor]:
+        """Repeat a message until no rank sends a request for more rows of the current batch in its place."""
+        while True:
+            heads, incoming, came = self._route.exchange_ids(sent, updates, lookup, given, gradients)
+            self._raise_errors(heads)
+            if all(head.lookup != LookedUp.MORE for head in heads):
+                return heads, incoming, came
+            self._serve_more(heads, incoming, self._route.no_rows)
+
+    def _serve_more(self, heads: Sequence[Head], incoming: IncomingRows, request: RowRequest) -> Tensor:
+        """Serve the ranks that request more rows; return the rows of this rank's request."""
+        wanted = self._route.no_incoming.replaced(incoming, [head.lookup == LookedUp.MORE for head in heads])
+        return self._route.give_rows(RequestedRows(request, wanted))
+
+    def _raise_errors(self, heads: Sequence[Head], wrong: Exception | None = None) -> None:
+        """Raise the errors of any rank's lookup on every rank. Collective if there are any."""
+        refuse_ranks_out_of_step(heads)
+        if LookedUp.WRONG in {head.lookup for head in heads}:
+            texts = gather_objects(str(wrong) if wrong else None, self._group)
+            found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+            raise ValueError(f"Embedding collection {self.path!r}, {'; '.join(found)}") from wrong
