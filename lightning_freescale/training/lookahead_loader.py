@@ -106,7 +106,6 @@ class PrefetchQueue:
         return fetched.batch
 
     def start_batch(self) -> None:
-        """Remove the first batch because training on it begins."""
         self._started = True
         while not self._lost_track and self.waiting and self.waiting[0].handed_out:
             if self.waiting.popleft().batch is not None:
@@ -114,7 +113,6 @@ class PrefetchQueue:
 
     @property
     def next_batch(self) -> Any:
-        """The first batch that training has not begun on, or ENDED, or UNKNOWN."""
         if self._lost_track:
             return UNKNOWN
         otherwise = ENDED if self.ended else UNKNOWN
@@ -188,7 +186,6 @@ class _ResumableLoader:
         return self._loader.state_dict() if fetched is None else fetched.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Pass ``state`` to the loader, and forget prefetched batches."""
         self.queue = PrefetchQueue()
         self._loader.load_state_dict(state)
 

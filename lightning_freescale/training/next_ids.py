@@ -23,13 +23,10 @@ Ids = dict[str, list[KeyedJaggedTensor]]
 class IdsFunction:
     """Calls the user's function and checks its result.
 
-    Args:
-        function: maps a batch to a KeyedJaggedTensor, a list with one per lookup, or a mapping from paths of collections to
-            either. The ids of an ``nn.Embedding`` are a tensor instead.
-        name: the name of the function, for errors and warnings.
-        overlapped: the paths of the collections whose ids are needed.
-        plain: the paths of the module's other collections, whose ids are ignored.
-        embeddings: the paths of collections that are an ``nn.Embedding``.
+    The function maps a batch to a KeyedJaggedTensor, a list with one per lookup, or a mapping from paths of collections to
+    either. The ids of an ``nn.Embedding`` are a tensor instead. ``name`` is the function's name in messages. ``overlapped`` has
+    the paths of the collections whose ids are needed, ``plain`` those of others, and ``embeddings`` those of an
+    ``nn.Embedding``.
     """
 
     def __init__(
@@ -130,11 +127,9 @@ class Lookahead:
             rank_zero_info(f"strategy 'freescale' does not overlap the exchange of {path!r} with compute. {reason}")
 
     def gives_up(self) -> dict[str, GivesUp]:
-        """Return whether this rank gives up after the next lookup, by collection."""
         return {path: probe.gives_up for path, probe in self._probes.items()}
 
     def gave_up(self) -> dict[str, bool]:
-        """Return whether this rank has given up, by collection."""
         return {path: probe.gave_up for path, probe in self._probes.items()}
 
     def ask(self, loaded: Any) -> Ids:
@@ -158,10 +153,7 @@ class Lookahead:
     def learn(self, lookups_made: Mapping[str, Sequence[Any]], batch: Any, comes_ahead: bool) -> None:
         """Learn from the lookups of the model in a step on ``batch``, on the device.
 
-        Args:
-            lookups_made: the lookups of each collection.
-            batch: the batch as the step got it.
-            comes_ahead: whether batches are known before their step, so that the places of ids in them are of use.
+        ``comes_ahead`` tells whether batches are known before their step, so that the places of ids in them are of use.
         """
         for path, lookups in lookups_made.items():
             probe, features = self._probes[path], [lookup.features for lookup in lookups]
@@ -173,7 +165,6 @@ class Lookahead:
             self._probes[path].give_up_with_others()
 
     def give_up(self, reason: str) -> None:
-        """Give up the prediction of ids of all collections."""
         for probe in self._probes.values():
             probe.give_up(reason)
 
@@ -228,7 +219,6 @@ class EarlyCopy:
         return copy
 
     def take(self, batch: Any) -> Any:
-        """Return the copy of a batch if it was started, otherwise the batch itself."""
         if self._source is not batch:
             return batch
         copy, self._source, self._copy = self._copy, None, None

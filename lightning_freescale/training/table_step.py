@@ -92,7 +92,6 @@ class TableStep:
         self._ids_of_parts = [] if self._lookahead is None else [self._lookahead.ask(part) for part in batch.batches[1:]]
 
     def copied(self, batch: Any) -> Any:
-        """Return the copy of a batch on the device if there is one, otherwise the batch."""
         return batch if self.early_copy is None else self.early_copy.take(batch)
 
     def start_batch(self, batch: Any, following: Any, comes_ahead: bool = True, restart: bool = True) -> None:
@@ -117,11 +116,9 @@ class TableStep:
         self._batch = batch.copy() if type(batch) in (dict, list) else batch
 
     def before_forward(self, batch: Any, updates: bool) -> None:
-        """Begin the exchange of a forward, and submit the known ids of the next one.
+        """Begin the exchange of the forward of a batch or micro-batch, and submit the known ids of the next one.
 
-        Args:
-            batch: the batch of the forward, or one of its micro-batches.
-            updates: whether an optimizer step follows it.
+        ``updates`` tells whether an optimizer step follows it.
         """
         index = next((i for i, part in enumerate(self._parts) if part is batch), max(self._part, 0))
         if index != self._part:  # otherwise a closure repeats the step
@@ -145,7 +142,6 @@ class TableStep:
                 lookahead.given_up = given_up
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of the forward."""
         if not (self.split_backward and self.overlapped):
             return nullcontext()
         if self._window is not None and len(self._parts) > 1:
@@ -194,7 +190,6 @@ class TableStep:
         return result
 
     def end_backward(self) -> None:
-        """Submit the gradients that backward has not submitted."""
         if self.engine is None:
             return
         with self._timeline.span("host", "embeddings: gradients handed over"):
@@ -227,7 +222,6 @@ class TableStep:
         return self._lookahead is not None
 
     def give_up_lookahead(self, reason: str) -> None:
-        """Stop overlapping exchanges."""
         if self._lookahead is not None:
             self._lookahead.give_up(reason)
 

@@ -124,9 +124,6 @@ class StepLookups:
     Args:
         submitted: the lookups submitted ahead; None if nothing was submitted.
         take: called in backward when gradients arrive. Its argument tells whether gradients of the same rows arrived before.
-
-    Attributes:
-        made: the lookups of the model, in order.
     """
 
     def __init__(
@@ -147,13 +144,10 @@ class StepLookups:
         return self.made[-1]
 
     def receive(self, rows: Tensor, places: Tensor, sizes: Sequence[int], asked_for: bool) -> None:
-        """Take rows that have arrived, shape ``[rows, dim]``, for one or more lookups.
+        """Take rows that have arrived, shape ``[rows, dim]``, for lookups of ``sizes`` ids.
 
-        Args:
-            rows: in any order.
-            places: index into ``rows`` for each id, shape ``[ids]``.
-            sizes: the number of ids of each lookup.
-            asked_for: whether the owners count these rows as requested in this step; otherwise they only served them.
+        ``places`` has the index of the row of each id. ``asked_for`` tells whether the owners count these rows as requested in
+        this step; otherwise they only served them.
         """
         arrival = _Arrival(sizes, asked_for)
         self._arrivals.append(arrival)
@@ -216,7 +210,6 @@ class _Arrival:
     gradients: list[Tensor | None] | None = None  # by lookup, None where none has arrived; None before backward
 
     def came(self) -> list[tuple[KeyedJaggedTensor, Tensor]]:
-        """Return the lookups whose gradients have arrived, with the gradients."""
         gradients = enumerate(self.gradients or [])
         return [(self.features[index], gradient) for index, gradient in gradients if gradient is not None]
 

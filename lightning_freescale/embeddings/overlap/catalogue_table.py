@@ -34,17 +34,8 @@ Rows = Callable[[KeyedJaggedTensor], list[Tensor]]
 class CatalogueTable:
     """Provides the rows of a table for losses, as the attribute ``freescale_catalogue`` of its weight.
 
-    Args:
-        table: the table.
-        features: all features of its module.
-        part: the part of the module that has the table.
-        look_up: looks up rows in that module.
-        number: the index of ``part`` among the parts of the module.
-        tables: all sharded tables.
-
-    Attributes:
-        copied: the copy made by :meth:`whole`; None before, and after a change of the table.
-        most_positions: the positions of every rank in the largest loss over all rows; empty before one.
+    ``part`` is the part of the table's module that has the table, and ``number`` its index. ``look_up`` looks up ``features``,
+    all features of the module.
     """
 
     def __init__(
@@ -140,7 +131,6 @@ class CatalogueTable:
         return RankPositions(self._tables.group, self._tables.message_device(), count)
 
     def note_use(self, counts: list[int]) -> None:
-        """Record the positions of every rank in a loss over all rows."""
         self.most_positions = max(self.most_positions, counts, key=sum)
 
     def sizes_of_use(self) -> str:
@@ -177,17 +167,14 @@ class CatalogueShard:
             self.excluded = places[places >= 0]
 
     def limited(self, start: int, stop: int) -> CatalogueShard:
-        """Return the shard of a range of the items."""
         return CatalogueShard(self._table, self._start + start, self._start + stop)
 
     def positions(self, count: int) -> RankPositions:
-        """Exchange the number of positions of each rank. Collective."""
         found = self._table.positions(count)
         self._table.note_use(found.counts)
         return found
 
     def places(self, items: Tensor) -> Tensor:
-        """Return the index of each item in ``weight``."""
         return self._table.places(items + self._start)
 
     def select(self, by_item: Tensor) -> Tensor:
@@ -207,11 +194,7 @@ class CatalogueShard:
 
 
 class RankPositions:
-    """The positions of all ranks in one call of a loss; see :class:`.Positions`.
-
-    Attributes:
-        counts: the number of positions of every rank.
-    """
+    """The positions of all ranks in one call of a loss; see :class:`.Positions`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
         self._group, self._device, self._count = group, device, count

@@ -28,28 +28,15 @@ from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeO
 
 
 class OverlappedCollection:
-    """The exchange of a collection's rows, during steps and between them.
+    """The exchange of the rows of a collection's tables of one width, during steps and between them.
 
     TorchRec provides shards, kernels, fused updates and state dicts. This class exchanges ids and rows and routes gradients.
     TorchRec's own pipeline requires CUDA and fx-traceable models and returns different numbers. Its exchange of ids requires
     feature-wise bucketing.
 
-    Args:
-        collection: the collection, with tables of one width.
-        local: the rows of this rank.
-        group: a process group for this collection only.
-        optimizers: the optimizers of its tables.
-        dedup: whether each row is requested once per rank and batch.
-        hold_gradients: whether the gradients of a step are held until :meth:`apply_gradients`, so that they can be clipped.
-        order: the launch order shared with other collections; None if there is none.
-        nodes: the nodes of the ranks; None if they are unknown.
-        proxies: process groups of this collection for the two-level exchange; None for the direct route.
-
     Attributes:
         others: the other collections of the module. A rank that waits in one of them for other ranks answers them in all,
             because they may wait for this rank in another collection.
-        local: the rows of this rank.
-        statistics: totals since construction.
         step: the current step; between steps, the last one.
     """
 
@@ -91,7 +78,6 @@ class OverlappedCollection:
         return self.local.layout
 
     def observe(self, observer: ExchangeObserver) -> None:
-        """Report every exchange and every wait for rows to ``observer``."""
         self._worker.observer = observer
         for transport in self._transports:
             transport.observer = observer
@@ -119,11 +105,9 @@ class OverlappedCollection:
         return now.current.announced.given_up
 
     def change_settings(self, settings: Sequence[UpdateSettings]) -> None:
-        """Change the settings of the current step's update before its backward reaches the rows."""
         self._settings = self.step.current.update.settings = settings
 
     def note(self, features: KeyedJaggedTensor) -> Lookup:
-        """Record a lookup of the model before anything waits."""
         self._refuse_late_lookup()
         step = self.step
         lookup = step.lookups.note(features, announced=step.announced is not None)
@@ -230,7 +214,6 @@ class OverlappedCollection:
         self._worker.submit(self._exchange.row_updates.kept.accumulate, rows, gradient)
 
     def is_frozen(self, table: int) -> bool:
-        """Return whether the current step leaves a table unchanged."""
         return self._settings[table].frozen
 
     # -- between steps
@@ -258,19 +241,16 @@ class OverlappedCollection:
         self.step.drain()
 
     def take_idle_steps(self) -> list[int]:
-        """Return the number of optimizer steps since the last call without a gradient on any rank, by table. Drain first."""
         updates = self._exchange.row_updates
         counts, updates.idle_steps = updates.idle_steps, [0] * len(updates.idle_steps)
         return counts
 
     def accumulated_gradients(self) -> dict[str, Any]:
-        """Return the argument of :meth:`restore_accumulated`. Drain first."""
         updates = self._exchange.row_updates
         rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept.rows, updates.kept.gradients))
         return {"rows": rows, "gradients": gradients, "moved": updates.moved, **self._sharding()}
 
     def restore_accumulated(self, kept: Mapping[str, Any]) -> None:
-        """Continue a window with saved gradients, before the first step."""
         now = self._sharding()
         if not torch.equal(kept["first_rows"], now["first_rows"]) or kept["row_orders"] != now["row_orders"]:
             raise ValueError(
@@ -283,13 +263,11 @@ class OverlappedCollection:
         self.step.current.update.updates = False  # so that a restart discards them
 
     def _sharding(self) -> dict[str, Any]:
-        """Return the parts of the layout that row numbers depend on."""
         layout = self.local.layout
         return {"first_rows": layout.first_row, "row_orders": [(order.multiplier, order.offset) for order in layout.orders]}
 
     @property
     def error(self) -> Exception | None:
-        """The error of an exchange, on this rank or another; None if there is none."""
         return self._worker.error
 
     def discard_prefetched(self) -> None:

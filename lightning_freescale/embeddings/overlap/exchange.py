@@ -127,11 +127,9 @@ class ExchangeStep:
                 self.prefetch()
 
     def submit_end(self) -> None:
-        """Submit that no batch follows the current one."""
         self._ended = self.open and self.prefetched is None
 
     def forget_next(self) -> None:
-        """Discard the prefetched rows of the next batch because the tables have been written."""
         self.following, self._submitted_next, self._ready_next = self._exchange.new_batch(), None, None
 
     @property
@@ -226,7 +224,6 @@ class ExchangeStep:
             self.open, self.lookups = False, StepLookups()
 
     def apply_gradients(self) -> None:
-        """Update the rows with the held gradients, if there are any. Collective."""
         held, self.held = self.held, None
         if held is not None:
             self._worker.arrive()
@@ -255,7 +252,6 @@ class ExchangeStep:
             self.prefetched = self._worker.submit(*job, None)
 
     def _take_gradient(self, again: bool) -> None:
-        """Take the gradients of some lookups, in backward."""
         if again or self.gradient_sent:
             raise ValueError(
                 f"Embedding collection {self._exchange.path!r}: backward ran a second time through the rows of one lookup, or "

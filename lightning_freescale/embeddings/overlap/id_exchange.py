@@ -51,12 +51,7 @@ def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor
 
 
 class PartLayout:
-    """The positions of the parts of a message.
-
-    Args:
-        dim: the width of a row, in floats.
-        preambles: the number of bytes before the rows, by rank.
-        rows: the number of rows, by rank.
+    """The positions of the parts of a message of ``rows`` after ``preambles`` of some bytes, by rank.
 
     Attributes:
         starts: the start of each part and the end of the last, in rows.
@@ -73,7 +68,6 @@ class PartLayout:
 
     @property
     def length(self) -> int:
-        """The length of the message, in rows."""
         return self.starts[-1]
 
     def words(self, offset: int = 0) -> list[int]:

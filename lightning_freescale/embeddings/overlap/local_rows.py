@@ -32,13 +32,8 @@ class LocalTable:
 class TableKernel:
     """Tables that one FBGEMM kernel updates together.
 
-    Args:
-        module: the FBGEMM module.
-        features: for each of its features, the index of the table in the layout.
-        tables: its tables by their index in the layout.
-
-    Attributes:
-        cached: whether the newest values of rows may exist only in a cache of the GPU.
+    ``features`` has the table of each of the kernel's features. All tables are identified by their index in the layout.
+    ``cached`` tells whether the newest values of rows may exist only in a cache of the GPU.
     """
 
     def __init__(self, module: Any, features: Sequence[int], tables: dict[int, LocalTable]) -> None:
@@ -145,10 +140,7 @@ class CpuKernel(TableKernel):
 class AdamKernel(TableKernel):
     """Tables updated by Adam on the CPU, which FBGEMM does not support: its module only holds the rows.
 
-    Args:
-        states: the state of each table, by its index in the layout.
-        arguments: optimizer arguments by FBGEMM's names, for tables whose parameter group does not set them.
-        others: see :class:`TableKernel`.
+    ``arguments`` are the optimizer's arguments by FBGEMM's names, for tables whose parameter group does not set them.
     """
 
     def __init__(self, states: dict[int, dict[str, Tensor]], arguments: Mapping[str, Any], *others: Any) -> None:
@@ -156,7 +148,6 @@ class AdamKernel(TableKernel):
         self._states, self._arguments = states, arguments
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
-        """Update the given rows, by table."""
         for index, (numbers, gradients) in rows.items():
             merged, sums = add_up(numbers - self.tables[index].first_row, gradients)
             arguments, step = {**self._arguments, **settings[index].options}, settings[index].step
@@ -174,13 +165,7 @@ def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
-    Attributes:
-        layout: the layout of the collection's rows.
-        kernels: the kernels that update the rows.
-        dim: the width of a row.
-        clip_value: the limit of every element of a row's summed gradient in :meth:`update`; None for no limit.
-        rank: this rank.
-        count: the number of owned rows.
+    ``clip_value`` is the limit of every element of a row's summed gradient in :meth:`update`; None for no limit.
     """
 
     def __init__(
@@ -262,12 +247,9 @@ class LocalRows:
         return self._weights[place].index_select(0, rows)
 
     def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:
-        """Do one optimizer step for these rows.
+        """Do one optimizer step for ``rows``. A row that occurs several times gets the sum of its gradients, added in order.
 
-        Args:
-            rows: shape ``[rows]``. A row that occurs several times gets the sum of its gradients, added in this order.
-            gradients: shape ``[rows, dim]``; columns of padding get zeros.
-            settings: the settings of each table, by its index in the layout.
+        ``gradients`` have the shape ``[rows, dim]``, and ``settings`` the order of tables in the layout.
         """
         if not rows.numel():
             return
@@ -282,7 +264,6 @@ class LocalRows:
                 kernel.update(given, settings)
 
     def clipped(self, rows: Tensor, settings: Sequence[UpdateSettings]) -> Tensor | slice:
-        """Return an index of the ``rows`` whose tables are clipped."""
         tables = [table.index for table in self._tables if settings[table.index].clipped]
         if len(tables) == len(self._tables):
             return slice(None)
@@ -301,7 +282,6 @@ class LocalRows:
         return rows, sums.clamp_(-self.clip_value, self.clip_value)
 
     def _by_table(self, rows: Tensor, gradients: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the rows and gradients of each table that has any of ``rows``."""
         if len(self._tables) == 1:
             return {self._tables[0].index: (rows, gradients)}
         table_of_row = self._table_of(rows)

@@ -221,12 +221,7 @@ class Evaluation:
 
 
 class ModuleForward:
-    """Replaces the forward of TorchRec's module until :meth:`close`; the rest of the module is unchanged.
-
-    Attributes:
-        collection: the sharded collection.
-        parts: its tables by width.
-    """
+    """Replaces the forward of TorchRec's module until :meth:`close`; the rest of the module is unchanged."""
 
     def __init__(
         self,
@@ -257,7 +252,6 @@ class ModuleForward:
         module.freescale_sharding.checks.enabled = False
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Return the output of the unsharded collection."""
         return self._output(features, self.rows(without_weights(features)))
 
     def rows(self, ids: KeyedJaggedTensor) -> list[Tensor]:
@@ -282,11 +276,9 @@ class ModuleForward:
             part.drain()
 
     def sizes_of_losses(self) -> list[str]:
-        """Describe the messages and memory of losses over all rows of its tables."""
         return [catalogue.sizes_of_use() for catalogue in self._catalogues.values() if catalogue.most_positions]
 
     def forget_copies(self) -> None:
-        """Release copies of whole tables because the tables change."""
         for catalogue in self._catalogues.values():
             catalogue.copied = None
 

@@ -69,7 +69,6 @@ class ExchangeStatistics:
         )
 
     def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
-        """Count the distinct rows requested from an owner, and the colliding ones among them."""
         incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
         self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
@@ -170,7 +169,6 @@ class BagTraffic:
         return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
 
     def torchrec_bytes(self, request: RowRequest, pooled_rows: np.ndarray | int) -> int:
-        """Return the bytes that TorchRec would move for this rank's lookups of a batch."""
         ids = np.array(request.ids)[self._places]  # by rank
         # an id of 64 bits; the length of a bag, its pooled row, and the gradient back
         return int((8 * ids + (4 + 2 * 4 * self._dim) * pooled_rows)[self._others].sum())

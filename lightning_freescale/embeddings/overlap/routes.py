@@ -104,18 +104,10 @@ class DirectRoute:
     def serve_anew(
         self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
-        """Serve the ranks marked in ``asks`` with other rows of the current batch.
+        """Serve the ranks marked in ``asks``, which need other rows of the current batch than they requested before.
 
-        Args:
-            current: the rows that ranks have requested before.
-            request: the other rows that this rank needs if it is marked.
-            updates: whether an optimizer step follows the current batch.
-            heads: heads of the message that announced the lookups.
-            asks: the ranks that need other rows.
-
-        Returns:
-            The incoming rows, and the values of the rows of this rank. With proxies, the incoming rows may include rows that
-            other ranks have requested before.
+        Return the incoming rows and the values of ``request``, the rows of this rank if it is marked. With proxies, the
+        incoming rows may include rows that other ranks have requested before.
         """
         new = self._ids.exchange_other(request, heads, asks)
         return new, self.give_rows(RequestedRows(request, new))
@@ -130,14 +122,9 @@ class DirectRoute:
     ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
         """Do exchange B: send which rows are updated before they are read, and the values of all others.
 
-        Args:
-            following: rows of the next batch.
-            current: rows of the current batch.
-            awaited: whether each incoming row of ``following`` is updated before it (bool).
-            urgent: whether ``following`` needs each incoming row of ``current`` (bool); None if no update follows.
-
-        Returns:
-            The rows of ``following``, and the urgent and the patient rows of ``current``; None if no update follows.
+        ``awaited`` marks the incoming rows of ``following`` that are updated before it. ``urgent`` marks the incoming rows of
+        ``current`` that ``following`` needs, and is None if no update follows. Return the rows of ``following``, and the urgent
+        and the patient rows of ``current``.
         """
         request, mine, here = following.request, current.request.sizes, current.incoming.sizes
         have = RowsToFlag(following.incoming.rows, awaited, following.incoming.sizes, urgent, here)
@@ -163,10 +150,8 @@ class DirectRoute:
         return self._transport.exchange_rows(gradients, requested.request.sizes, requested.incoming.sizes)
 
     def all_of(self, requested: RequestedRows) -> SomeRows:
-        """Return all rows of a batch."""
         request, incoming, device = requested.request, requested.incoming, self._transport.device
         return SomeRows(RowSubset.all_of(request.sizes, device), RowSubset.all_of(incoming.sizes, device))
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
-        """Count the bytes that the gradients of some rows take."""
         self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)

@@ -91,7 +91,6 @@ class RowLayout:
 
     @property
     def key_bits(self) -> int:
-        """The number of bits of the largest key."""
         return sum(table.rows for table in self.tables).bit_length()
 
     @property
@@ -99,7 +98,6 @@ class RowLayout:
         return self.starts.device
 
     def rows_of(self, rank: int) -> int:
-        """Return how many rows a rank owns."""
         place = self.places[rank]
         return int(self.starts[place + 1] - self.starts[place])
 
@@ -113,7 +111,6 @@ class RowLayout:
         return positions + shifts
 
     def owners(self, keys: Tensor) -> Tensor:
-        """Return the index of the owner of every key."""
         return torch.bucketize(keys, self.starts[1:], right=True)
 
 

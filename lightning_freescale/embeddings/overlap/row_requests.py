@@ -84,11 +84,9 @@ class RowRequest:
     def of_proxy(cls, asked: IncomingRows, starts: Tensor, key_bits: int, heads: Tensor) -> RowRequest:
         """Return the request of a proxy, which has each row that its node requests once. Those rows are its ids.
 
-        Args:
-            asked: the requests of the node's ranks, with ``slots`` rows per node.
-            starts: :attr:`RowLayout.starts` of the owners that receive the request, from 0 on.
-            key_bits: the number of bits of the last of these.
-            heads: numbers on the host that go to each of these owners, shape ``[slots]``.
+        ``asked`` are the requests of the node's ranks, with ``slots`` rows per node. ``starts`` are :attr:`RowLayout.starts` of
+        the owners that receive the request, and ``key_bits`` the bits of the last of them. ``heads`` go to each of these
+        owners.
         """
         nodes = len(starts) - 1
         slots = heads.expand(nodes, -1)
@@ -203,7 +201,6 @@ def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
 
 
 def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:
-    """Sort the keys stably; return them and the index that each had before."""
     place_bits = keys.numel().bit_length()
     if keys.is_cuda or key_bits + place_bits > 63:
         return torch.sort(keys, stable=True)
@@ -213,7 +210,6 @@ def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _checked_ids(features: KeyedJaggedTensor, layout: RowLayout) -> list[Tensor]:
-    """Return the ids of each feature of the layout."""
     given: Any = features.keys()
     missing = [name for name, _ in layout.features if name not in given]
     if missing:

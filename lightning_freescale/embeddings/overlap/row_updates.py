@@ -111,11 +111,8 @@ class RowUpdates:
     def take(self, batch: Batch, chosen: SomeRows, gradients: Tensor, due: Tensor | None = None) -> None:
         """Update some rows of a batch, or keep their gradients if they are held or no optimizer step follows.
 
-        Args:
-            batch: the batch.
-            chosen: the rows.
-            gradients: received gradients, shape ``[len(chosen.incoming), dim]``.
-            due: which of the kept rows are updated as well (bool); None for all.
+        ``gradients`` are those received for ``chosen.incoming``, shape ``[rows, dim]``. ``due`` marks the kept rows that are
+        updated as well; None for all.
         """
         incoming = batch.requested.incoming
         rows, order = incoming.rows.index_select(0, chosen.incoming.index), incoming.order_by_slot(chosen.incoming.index)
@@ -134,7 +131,6 @@ class RowUpdates:
             self.local.update(rows, gradients, batch.update.settings)
 
     def discard(self) -> None:
-        """Discard the gradients kept for an optimizer step that will not follow."""
         self.kept.pop()
         self.moved = False
 

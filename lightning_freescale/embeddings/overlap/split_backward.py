@@ -40,11 +40,9 @@ class WindowGradients:
             self.in_backward = False
 
     def keep(self, place: _Place, values: Tensor, gradient: Tensor) -> None:
-        """Keep the input of a layer and the gradient of its output."""
         self._kept.setdefault(place, []).append((values, gradient))
 
     def take(self, place: _Place) -> list[tuple[Tensor, Tensor]]:
-        """Remove and return the kept values of a layer, in order."""
         return self._kept.pop(place, [])
 
     def close(self) -> None:

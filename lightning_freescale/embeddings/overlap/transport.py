@@ -76,7 +76,6 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Raise an error in all waits for a turn, because an exchange will not be launched."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -125,18 +124,10 @@ def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[
 
 
 class Transport:
-    """Sends the messages of one collection over its own process group.
+    """Sends the messages of one collection over its own process group, and counts bytes and seconds.
 
-    Args:
-        group: the process group of this collection.
-        dim: the width of a row.
-        device: the device of rows and ids.
-        statistics: counts bytes and seconds.
-        order: the launch order shared with other collections; None if there is none.
-        far: which ranks of the group are on other nodes; empty if none is, or if the nodes are unknown.
-
-    Attributes:
-        observer: records every exchange.
+    ``dim`` is the width of a row. ``far`` marks the ranks on other nodes; it is empty if there are none or if nodes are
+    unknown.
     """
 
     def __init__(
@@ -154,7 +145,6 @@ class Transport:
         self._far = far
 
     def rows(self, count: int) -> Tensor:
-        """Return uninitialized memory for ``count`` rows."""
         return torch.empty(count, self.dim, device=self.device)
 
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
@@ -201,7 +191,6 @@ class Transport:
         self._statistics.count(**counted)
 
     def _turn(self) -> AbstractContextManager[None]:
-        """Return the context in which this collection may launch. Collective."""
         if self._order is None:
             return nullcontext()
         first, others = self.rank == 0, [0, *[1] * (self.ranks - 1)]
@@ -231,18 +220,8 @@ class ExchangeWorker(WorkerThread):
     """A worker thread with a CUDA stream that stops at the first error.
 
     Its queue is the agreed order of exchanges: every rank's jobs exchange the same messages in the same order, without
-    coordination. A queue for all collections would require knowing in which order the model calls them.
-
-    Args:
-        path: the path of the collection, for errors.
-        device: the device of the rows.
-        statistics: counts waits.
-        order: the launch order of its exchanges.
-        hops: process groups to abort when a job fails, because ranks outside of them would not notice.
-
-    Attributes:
-        error: the error of a job; None if none has failed.
-        observer: records waits for rows.
+    coordination. A queue for all collections would require knowing in which order the model calls them. When a job fails, the
+    process groups ``hops`` are aborted, because ranks outside of them would not notice.
     """
 
     def __init__(
