@@ -22,12 +22,8 @@ class JointClipping:
     """Clips the gradients of the dense part and of the tables together.
 
     The gradients of a table are held by the owners of its rows instead of a parameter's ``grad``, so torch's functions would
-    miss them. These functions raise an error if they would have clipped tables of the unsharded module.
-
-    Args:
-        step: the step of the tables.
-        optimizer: returns the user's optimizer.
-        way: how to clip both parts, for errors.
+    miss them. These functions raise an error if they would have clipped tables of the unsharded module. The error ends with
+    ``way``, how to clip both parts.
     """
 
     def __init__(self, step: TableStep, optimizer: Callable[[], Optimizer], way: str) -> None:

@@ -36,14 +36,10 @@ class LookaheadLoader(LoaderWrapper):
 
     Batches and their order are unchanged. Two things happen earlier than without the wrapper: the fetches, and the draws of a
     dataset from the global random state in the main process (``num_workers=0``). If a loader creates every batch in the same
-    memory, batches are copied after a warning.
+    memory, batches are copied after a warning. No batch beyond ``limit()`` is fetched.
 
     Checkpoints resume as without the wrapper: if the loader has ``state_dict`` and ``load_state_dict``, a copy of its state is
     kept with every batch until training on it begins.
-
-    Args:
-        loader: the loader.
-        limit: returns the number of batches of an iteration that are used, so that no other is fetched.
     """
 
     def __init__(self, loader: Any, limit: Callable[[], float] | None = None) -> None:

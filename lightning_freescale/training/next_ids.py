@@ -91,16 +91,8 @@ class IdsFunction:
 class Lookahead:
     """Finds the ids of the next batch, by the user's function or in the places of the batch where earlier batches had them.
 
-    Args:
-        engine: the engine whose collections are overlapped; it is not kept.
-        module: the module, whose method ``embedding_ids`` returns ids if ``ids_of`` is None.
-        ids_of: the user's function that returns the ids of a batch.
-        strategy: the name of the strategy's class, for errors and warnings.
-
-    Attributes:
-        asked: whether the next ids have been looked for; once per step, even if a closure repeats the step.
-        given_up: the paths of the collections for which any rank gave up in the step before.
-        function: returns the ids of a batch; None if there is neither ``ids_of`` nor a method.
+    The function is ``ids_of`` or, if that is None, the method ``embedding_ids`` of the module. ``strategy`` is the name of the
+    strategy's class in messages.
     """
 
     def __init__(
@@ -112,9 +104,9 @@ class Lookahead:
     ) -> None:
         self._device, self._strategy = engine.tables.device, strategy
         self._probes = {path: Probe() for path in engine.modules}
-        self.given_up: set[str] = set()
+        self.given_up: set[str] = set()  # paths of collections for which any rank gave up in the step before
         self._returned: Ids = {}  # the user's ids of the next batch
-        self.asked = False
+        self.asked = False  # whether the next ids have been looked for; once, even if a closure repeats the step
         self._noticed: set[str] = set()
         self.function: IdsFunction | None = None
         name = f"{strategy}(ids_of={getattr(ids_of, '__qualname__', type(ids_of).__name__)})"
@@ -184,13 +176,10 @@ class Lookahead:
 
 
 class EarlyCopy:
-    """Copies the next batch to the device once its ids are needed, on a stream of its own; Lightning uses the copy later.
+    """Copies the next batch to a CUDA device once its ids are needed, on a stream of its own; Lightning uses the copy later.
 
     The copy is asynchronous for pinned memory (``DataLoader(pin_memory=True)``). The computing stream waits for it before the
     step of the current batch, so it is hidden as far as the host runs ahead of the device.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,14 +42,8 @@ class TableStep:
         lookahead: finds the ids of the next batch; None if no exchange is overlapped.
         early_copy: copies the next batch to the device; None if it must not be copied early.
         timeline: records waits for rows.
-        split_backward: whether backward computes the gradients of the dense weights last.
+        split_backward: whether backward computes the gradients of the dense weights last; it may change between steps.
         split_windows: whether the weight gradients of all micro-batches of a step wait for the last one.
-
-    Attributes:
-        tables, engine, groups, early_copy, split_backward: as the arguments; ``split_backward`` may change between steps.
-        overlapped: the paths of the collections that the engine updates.
-        plain: the collections that TorchRec updates during backward.
-        update_due: whether a backward was computed whose optimizer step has yet to follow.
     """
 
     def __init__(
@@ -66,9 +60,10 @@ class TableStep:
     ) -> None:
         self.tables, self.engine, self.groups = tables, engine, groups
         self.early_copy, self.split_backward = early_copy, split_backward
+        # the paths of the collections that the engine updates, and the collections that TorchRec updates during backward
         self.overlapped = frozenset() if engine is None else frozenset(engine.modules)
         self.plain = [collection for collection, _ in tables.modules if collection.path not in self.overlapped]
-        self.update_due = False
+        self.update_due = False  # whether a backward was computed whose optimizer step has yet to follow
         self._lookahead, self._timeline = lookahead, timeline or Timeline()
         self._window = WindowGradients() if split_windows else None
         self._settings: Mapping[str, UpdateSettings] = {}  # settings of the tables' update in the current step

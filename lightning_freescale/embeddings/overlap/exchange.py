@@ -57,29 +57,9 @@ from lightning_freescale.embeddings.overlap.transport import ExchangeWorker
 class ExchangeStep:
     """The training thread's side of one step. It submits the jobs, in the same order on every rank.
 
-    Args:
-        exchange: the worker's side.
-        worker: runs the jobs.
-        before: the step before; None for the placeholder before the first step, which is not open.
-        gives_up: whether this rank gives up the prediction of ids.
-        moves_without_gradient: whether an update with a gradient of zero would change a row.
-        beside_others: whether the module has other collections, for which ranks may wait in their forward.
-
-    Attributes:
-        current: the batch of the step.
-        following: the batch of the next step.
-        ready: the job that completes the rows of the current batch; None if nothing was submitted.
-        unsent: the batch whose patient gradients are unsent: the one before, after backward the current one.
-        lookups: the lookups of the model.
-        announced: the job that announces the lookups of this rank; None before.
-        announced_submitted: whether this rank announced that it looks up what it submitted.
-        updated: the last job that applies updates of earlier steps to the tables; None if there was none.
-        prefetched: the job in which this rank learns of the next batch; None before.
-        pooled_rows: the number of pooled rows that TorchRec would have sent to this rank, by sending rank; 0 without bags.
-        gradient_sent: whether the gradients have been submitted.
-        held: the batch whose gradients the owners hold until they are clipped; None if they hold none.
-        open: whether the step has begun and not ended.
-        gives_up: as the argument; the caller may change it before the announcement.
+    ``before`` is the step before; it is None for the placeholder before the first step, which is not open.
+    ``moves_without_gradient`` tells whether an update with a gradient of zero would change a row, and ``beside_others`` whether
+    the module has other collections, for which ranks may wait in their forward.
     """
 
     def __init__(
@@ -97,21 +77,25 @@ class ExchangeStep:
         self._submitted = None if before is None else before._submitted_next
         if self._submitted and not self.current.announced.submitted:
             self._submitted = []  # wrong ids, or features that differ between ranks: request all of them again
+        # the job that completes the rows of the current batch; None if nothing was submitted
         self.ready = None if before is None else before._ready_next
+        # the batch whose patient gradients are unsent: the one before, after backward the current one
         self.unsent: Batch | None = None if before is None else before.unsent
+        # the last job that applies updates of earlier steps to the tables; None if there was none
         self.updated: Future[Any] | None = None if before is None else before.updated
-        self.open = before is not None
+        self.open = before is not None  # until :meth:`end`
         self.lookups = StepLookups(self._submitted, self._take_gradient)
-        self.announced: Future[Any] | None = None
-        self.prefetched: Future[Any] | None = None
-        self.announced_submitted = self.gradient_sent = False
-        self.pooled_rows: np.ndarray | int = 0
-        self.held: Batch | None = None
+        self.announced: Future[Any] | None = None  # the job that announces the lookups of this rank
+        self.announced_submitted = False  # whether this rank announced that it looks up what it submitted
+        self.prefetched: Future[Any] | None = None  # the job in which this rank learns of the next batch
+        self.gradient_sent = False  # whether the gradients have been submitted
+        self.pooled_rows: np.ndarray | int = 0  # that TorchRec would have sent to this rank, by sending rank; 0 without bags
+        self.held: Batch | None = None  # the batch whose gradients the owners hold until they are clipped
         self._next_ids: list[KJTSnapshot] | None = None
         self._submitted_next: list[KJTSnapshot] | None = None
         self._ready_next: Future[Any] | None = None
-        self.gives_up = gives_up
-        self._ended = False
+        self.gives_up = gives_up  # the caller may change it before the announcement
+        self._ended = False  # whether no batch follows
         self._looks_up = beside_others  # until the forward has ended
         self._forward_first = Lock()  # taken by the first event: the forward ends, or the worker would wait for late ids
         self._prefetch_again: tuple[Any, ...] | None = None

@@ -51,19 +51,14 @@ def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor
 
 
 class PartLayout:
-    """The positions of the parts of a message of ``rows`` after ``preambles`` of some bytes, by rank.
-
-    Attributes:
-        starts: the start of each part and the end of the last, in rows.
-        first_rows: the start of the rows of each part, in rows.
-        sizes: the size of each part, in floats.
-    """
+    """The positions of the parts of a message of ``rows`` after ``preambles`` of some bytes, by rank."""
 
     def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
         heads = [-(-size // (4 * dim)) for size in preambles]
+        # in rows: the start of each part and the end of the last, and the start of the rows of each part
         self.starts = [*accumulate((head + count for head, count in zip(heads, rows)), initial=0)]
         self.first_rows = [start + head for start, head in zip(self.starts, heads)]
-        self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]
+        self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]  # in floats
         self._dim = dim
 
     @property

@@ -86,18 +86,13 @@ class DirectRoute:
     """Sends ids and gradients directly to the owners, and rows and flags back.
 
     :class:`.ProxyRoute` has the same methods. Methods that send anything are collective.
-
-    Attributes:
-        no_rows: a request for no rows.
-        no_incoming: the incoming rows if no rank requests any.
-        nothing_given: an empty part of the rows of a batch.
-        exchange_ids: :meth:`IdExchange.exchange`; returns the heads of all ranks.
     """
 
     def __init__(self, transport: Transport, local: LocalRows, no_rows: RowRequest) -> None:
         self._transport, self._local, self.no_rows = transport, local, no_rows
         self._ids = IdExchange(transport, no_rows.slots.shape[1])
         self.exchange_ids = self._ids.exchange
+        # the incoming rows if no rank requests any, and an empty part of the rows of a batch
         self.no_incoming = IncomingRows(no_rows.rows.long(), no_rows.sizes, no_rows.slots)
         self.nothing_given = self.all_of(RequestedRows(no_rows, self.no_incoming))
 

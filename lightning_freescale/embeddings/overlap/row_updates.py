@@ -84,18 +84,13 @@ class GradientAccumulator:
 
 
 class RowUpdates:
-    """The updates of one collection's rows; used by its worker only.
-
-    Attributes:
-        idle_steps: for each table, the number of optimizer steps without a gradient on any rank, which do not update it.
-        kept: gradients kept for a later optimizer step, or held until they are clipped.
-        moved: whether any rank had a gradient in this window.
-    """
+    """The updates of one collection's rows; used by its worker only."""
 
     def __init__(self, local: LocalRows) -> None:
-        self.local, self.kept = local, GradientAccumulator()
-        self.idle_steps = [0] * len(local.layout.tables)
-        self.moved = False
+        self.local = local
+        self.kept = GradientAccumulator()  # for a later optimizer step, or until they are clipped
+        self.idle_steps = [0] * len(local.layout.tables)  # per table: optimizer steps without a gradient on any rank
+        self.moved = False  # whether any rank had a gradient in this window
 
     def count_step(self, current: Batch, moved: bool) -> None:
         """Record whether any rank has a gradient of this batch. A window without one does not update the tables."""
