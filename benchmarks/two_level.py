@@ -76,7 +76,7 @@ def _count(exchange: str, hot: np.ndarray, options: Any) -> tuple[float, float, 
     torch.manual_seed(0)
     model = overlap_variants.Recommender(options.rows, options.dim, 0.0)
     variant = overlap_variants.Ours(model, exchange=exchange, ranks_per_node=each)
-    layout = variant.engine.collections["items"].layout
+    layout = variant.engine.collections["items"].local.layout
     start, rows = layout.starts[layout.places[rank]], layout.rows_of(rank)
     is_hot = torch.zeros(rows, dtype=torch.bool)
     mine = layout.keys(0, torch.from_numpy(hot)) - start

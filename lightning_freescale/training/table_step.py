@@ -102,14 +102,6 @@ class TableStep:
         self._part, self._following = -1, following
         self._comes_ahead, self._restart = comes_ahead, restart
 
-    def _start_part(self, index: int) -> None:
-        self._part, batch = index, self._parts[index]
-        self._is_last_part = index + 1 == len(self._parts)
-        if self._lookahead is not None:
-            self._lookahead.asked = False
-        # a shallow copy: the step may remove ids from the batch before they are looked for in it
-        self._batch = batch.copy() if type(batch) in (dict, list) else batch
-
     def before_forward(self, batch: Any, updates: bool) -> None:
         """Begin the exchange of the forward of a batch or micro-batch, and submit the known ids of the next one.
 
@@ -117,7 +109,11 @@ class TableStep:
         """
         index = next((i for i, part in enumerate(self._parts) if part is batch), max(self._part, 0))
         if index != self._part:  # otherwise a closure repeats the step
-            self._start_part(index)
+            self._part, self._is_last_part, batch = index, index + 1 == len(self._parts), self._parts[index]
+            if self._lookahead is not None:
+                self._lookahead.asked = False
+            # a shallow copy: the step may remove ids from the batch before they are looked for in it
+            self._batch = batch.copy() if type(batch) in (dict, list) else batch
         self._updates, self._handed_over, groups, lookahead = updates, False, self.groups, self._lookahead
         assert groups is not None
         with self._timeline.span("host", "embeddings: before the step"):

@@ -43,9 +43,9 @@ class CatalogueTable:
     ) -> None:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
         self._features = features
-        self.index = next(i for i, each in enumerate(part.layout.tables) if each.name == table.name)
+        self.index = next(i for i, each in enumerate(part.local.layout.tables) if each.name == table.name)
         self.copied: Tensor | None = None
-        self.most_positions: list[int] = []
+        self.most_positions: list[int] = []  # of every rank in the largest loss over all rows
 
     def __call__(self) -> Tensor | CatalogueShard:
         """Return this rank's rows for a loss of the current step, or a copy of the table under ``no_grad``. Collective.
@@ -77,7 +77,7 @@ class CatalogueTable:
         if self.copied is None:
             feature, parts = self.table.features[0], []
             # other tables may have the same feature
-            place = [index for name, index in self._part.layout.features if name == feature].index(self.index)
+            place = [index for name, index in self._part.local.layout.features if name == feature].index(self.index)
             with torch.no_grad():
                 for start in range(0, self.table.rows, _ROWS_AT_ONCE):
                     ids = torch.arange(start, min(self.table.rows, start + _ROWS_AT_ONCE), device=self._tables.device)
@@ -106,7 +106,7 @@ class CatalogueTable:
     @property
     def has_whole_rows(self) -> bool:
         """Whether no row is split between ranks."""
-        return self._part.layout.tables[self.index].dim == self.table.dim
+        return self._part.local.layout.tables[self.index].dim == self.table.dim
 
     @property
     def trains(self) -> bool:
@@ -129,9 +129,6 @@ class CatalogueTable:
     def positions(self, count: int) -> RankPositions:
         """Exchange the number of positions of each rank. Collective."""
         return RankPositions(self._tables.group, self._tables.message_device(), count)
-
-    def note_use(self, counts: list[int]) -> None:
-        self.most_positions = max(self.most_positions, counts, key=sum)
 
     def sizes_of_use(self) -> str:
         """Describe the messages and memory of a loss over all rows, compared with the whole table; after such a loss."""
@@ -171,7 +168,7 @@ class CatalogueShard:
 
     def positions(self, count: int) -> RankPositions:
         found = self._table.positions(count)
-        self._table.note_use(found.counts)
+        self._table.most_positions = max(self._table.most_positions, found.counts, key=sum)
         return found
 
     def places(self, items: Tensor) -> Tensor:

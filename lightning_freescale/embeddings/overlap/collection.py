@@ -21,7 +21,6 @@ from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroup
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, ExchangeWorker, LaunchOrder, Transport
@@ -52,6 +51,7 @@ class OverlappedCollection:
         nodes: Nodes | None = None,
         proxies: ProxyGroups | None = None,
     ) -> None:
+        self.table_keys = [table.key for table in collection.tables]
         self.path, self.local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
@@ -68,14 +68,10 @@ class OverlappedCollection:
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
         exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)
         self._exchange, self.step = exchange, ExchangeStep(exchange, self._worker)
-        self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(collection.tables)
+        self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(self.table_keys)
         self._step_number = 0
         self._write_counts: list[int] | None = None
         self._whole_used = False  # whether a loss of an earlier step was over all rows
-
-    @property
-    def layout(self) -> RowLayout:
-        return self.local.layout
 
     def observe(self, observer: ExchangeObserver) -> None:
         self._worker.observer = observer

@@ -89,19 +89,16 @@ class OverlapEngine:
         self.collections: dict[str, OverlappedCollection] = {}
         self.modules: dict[str, ModuleForward] = {}
         self.plain: dict[str, str] = {}
-        self._table_keys: dict[str, list[str]] = {}
         self._in_window, self._steps_counted = False, 0
         self._totals_of_closed: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]
         several = sum(len(parts) for *_, parts in layouts) > 1
         order = LaunchOrder(timeout or default_pg_timeout) if several else None
-        self._evaluation = Evaluation()
+        self._evaluation = Evaluation(self.modules)
         for collection, module, found in layouts:
             parts = [self._overlapped(part, module, layout, order) for part, layout in found]
             if parts:
-                forward = ModuleForward(collection, module, parts, self._evaluation, tables)
-                self.modules[collection.path] = forward
-                self._evaluation.modules[collection.path] = parts
+                self.modules[collection.path] = ModuleForward(collection, module, parts, self._evaluation, tables)
         for path, overlapped in self.collections.items():
             overlapped.others = [other for name, other in self.collections.items() if name != path]
 
@@ -121,7 +118,6 @@ class OverlapEngine:
         options = (self._dedup, self._hold_gradients, turns, self._nodes, proxies)
         overlapped = OverlappedCollection(collection, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
-        self._table_keys[collection.path] = [table.key for table in collection.tables]
         return overlapped
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
@@ -173,7 +169,7 @@ class OverlapEngine:
             module.forget_copies()
             proposed = (gives_up or {}).get(path, (False, False))
             for part in module.parts:
-                given = [(settings or {}).get(key, default) for key in self._table_keys[part.path]]
+                given = [(settings or {}).get(key, default) for key in part.table_keys]
                 if part.begin_step(updates, given, step, restart, proposed):
                     given_up.add(path)
         if upcoming is None:
@@ -195,11 +191,11 @@ class OverlapEngine:
         Returns:
             The settings of each table's update. Tables that TorchRec updates keep those of ``used``.
         """
-        keys = [key for path in self.collections for key in self._table_keys[path]]
+        keys = [key for part in self.collections.values() for key in part.table_keys]
         if all(now[key] == used[key] for key in keys):
             return dict(used)
-        for path, part in self.collections.items():
-            part.change_settings([now[key] for key in self._table_keys[path]])
+        for part in self.collections.values():
+            part.change_settings([now[key] for key in part.table_keys])
         return {**used, **{key: now[key] for key in keys}}
 
     def lookups(self) -> dict[str, list[Lookup]]:
@@ -284,8 +280,8 @@ class OverlapEngine:
         These steps are not updates. Until this call, the engine subtracts them from the steps in ``settings``. Drain first.
         """
         taken: dict[str, int] = {}
-        for path, each in self.collections.items():
-            taken |= zip(self._table_keys[path], each.take_idle_steps())
+        for each in self.collections.values():
+            taken |= zip(each.table_keys, each.take_idle_steps())
         return taken
 
     def accumulated_gradients(self) -> dict[str, dict[str, Any]]:
@@ -333,8 +329,8 @@ class OverlapEngine:
         for module in self.modules.values():
             module.close(farewell)
         self._totals_of_closed += [collection.statistics.totals() for collection in self.collections.values()]
-        self.modules, self.collections = {}, {}
-        self._evaluation.modules.clear()
+        self.modules.clear()
+        self.collections.clear()
         self._evaluation.tables.clear()
 
     def mean_statistics(self) -> dict[str, float]:

@@ -69,10 +69,6 @@ class PartLayout:
         """Return the start of each part plus ``offset``, in words of 4 bytes."""
         return [start * self._dim + offset for start in self.starts[:-1]]
 
-    def octets(self) -> list[int]:
-        """Return the start of each part, in bytes."""
-        return [4 * start * self._dim for start in self.starts[:-1]]
-
 
 class NextIds(IntEnum):
     """The state of the next batch's ids on a rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -162,15 +162,11 @@ class Evaluation:
     A lookup is one round of all ranks. Its first message, sent by the first collection, tells which module each rank looks up,
     or by which table it ranks samples. Then the collections of these modules exchange rows, and the ranks exchange the samples.
     A rank without further lookups joins the rounds of the others in :meth:`serve`.
-
-    Attributes:
-        modules: the parts of each module by its path, in the same order on all ranks.
-        tables: the tables that rank samples, in the same order on all ranks.
     """
 
-    def __init__(self) -> None:
-        self.modules: dict[str, Sequence[OverlappedCollection]] = {}
-        self.tables: list[CatalogueTable] = []
+    def __init__(self, modules: Mapping[str, ModuleForward]) -> None:
+        self.modules = modules  # by path, in the same order on all ranks
+        self.tables: list[CatalogueTable] = []  # that rank samples, in the same order on all ranks
 
     def rows(self, path: str, ids: KeyedJaggedTensor) -> list[Tensor]:
         """Return the rows of a lookup of the module at ``path`` by part, each of shape ``[ids, dim]``."""
@@ -198,7 +194,7 @@ class Evaluation:
 
         Return the numbers of all ranks, and the rows, or the ranks of the samples.
         """
-        modules = list(self.modules.values())
+        modules = [module.parts for module in self.modules.values()]
         collections = [part for parts in modules for part in parts]
         for each in collections:
             each.drain()
@@ -234,13 +230,13 @@ class ModuleForward:
         self.collection, self.parts = collection, parts
         self._module = module
         output = BagOutput if collection.pooled else SequenceOutput
-        self._output = output(collection, [part.layout for part in parts])
+        self._output = output(collection, [part.local.layout for part in parts])
         self._evaluation = evaluation
         module.forward = self.forward
         self._catalogues: dict[str, CatalogueTable] = {}
         features = list(dict.fromkeys(feature for table in collection.tables for feature in table.features))
         for table in collection.tables:
-            number = next(i for i, part in enumerate(parts) if table.name in {each.name for each in part.layout.tables})
+            number = next(i for i, part in enumerate(parts) if table.name in {each.name for each in part.local.layout.tables})
             self._catalogues[table.key] = CatalogueTable(table, features, parts[number], self.rows, number, tables)
         for key, weight in self._weights():
             catalogue = weight.freescale_catalogue = self._catalogues[key]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
@@ -67,10 +66,6 @@ class ExchangeStatistics:
             torchrec_bytes=(ids - request.ids[place]) * per_row if torchrec_bytes is None else torchrec_bytes,
             dedup_bytes=(rows - request.owned[place]) * per_row,
         )
-
-    def count_collisions(self, rows: Tensor, colliding: Tensor) -> None:
-        incoming, both = (len(torch.unique(each)) for each in (rows, rows[colliding]))
-        self.count(incoming_rows=incoming, colliding_incoming_rows=both)
 
     def totals(self) -> dict[str, float]:
         with self._lock:

@@ -56,7 +56,7 @@ def exchange_flagged(
     source = late.index.new_zeros(parts.length)
     put(source, parts.first_rows, at_once.sizes, have.numbers.index_select(0, at_once.index))
     message = read(source) if at_once.index.numel() else transport.rows(parts.length)
-    flags, starts = message.view(torch.uint8).view(-1), parts.octets()
+    flags, starts = message.view(torch.uint8).view(-1), [4 * word for word in parts.words()]
     put(flags, starts, asked, have.late.view(torch.uint8))
     if have.needed is not None:
         put(flags, [start + size for start, size in zip(starts, asked)], here, have.needed.view(torch.uint8))
@@ -67,7 +67,7 @@ def exchange_flagged(
     transport.count("ids", 1, flagged)
     transport.count("non_colliding", 4 * dim, at_once.sizes)
 
-    flags, starts = rows.view(torch.uint8).view(-1), slots.octets()
+    flags, starts = rows.view(torch.uint8).view(-1), [4 * word for word in slots.words()]
     is_late = take(flags, starts, asks).view(torch.bool)
     waits, others = RowSubset.split(is_late, asks)
     # a slot has space for all rows of its sender: late rows follow the others

@@ -51,7 +51,8 @@ class Collisions:
         self._last_batch[rows] = following.number
         # count all micro-batches of a step or none: the rows of the first one collide
         if (self._windows + updates) % COUNTED_EVERY == 1:
-            self.statistics.count_collisions(rows, awaited)
+            incoming, colliding = (len(torch.unique(each)) for each in (rows, rows[awaited]))
+            self.statistics.count(incoming_rows=incoming, colliding_incoming_rows=colliding)
         return awaited, self._last_batch[current.requested.incoming.rows] == following.number if updates else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,14 +45,12 @@ class LaunchOrder:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._drawn = self._launched = 0
+        self._numbers, self._launched = count(), 0
         self._failure = ""
 
     def draw(self) -> int:
         """Return the next number. Only rank 0 calls this; it sends the number to the others."""
-        with self._changed:
-            number, self._drawn = self._drawn, self._drawn + 1
-        return number
+        return next(self._numbers)
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:

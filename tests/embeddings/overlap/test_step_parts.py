@@ -30,7 +30,7 @@ def test_rows_begin_behind_what_stands_before_them() -> None:
     assert layout.starts == [0, 2, 3, 8] and layout.length == 8
     assert layout.first_rows == [0, 3, 5], "17 bytes take two rows of 16"
     assert layout.sizes == [8, 4, 20]
-    assert layout.words(1) == [1, 9, 13] and layout.octets() == [0, 32, 48]
+    assert layout.words(1) == [1, 9, 13]
 
 
 def test_rows_looked_up_again_may_be_changed_in_place_every_time() -> None:

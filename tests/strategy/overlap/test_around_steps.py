@@ -216,10 +216,10 @@ def _uneven(extra: int, epochs: int, validates: bool, make: type[CountingModel] 
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (partial(_uneven, 1, 1, False), r"ranks \[0\]"),
-        (partial(_uneven, 2, 2, True), r"ranks \[0\]"),
-        (partial(_uneven, -1, 1, True), r"ranks \[1\]"),
-        pytest.param(partial(_uneven, 1, 1, False, Normalizes), r"ranks \[0\]", marks=pytest.mark.slow),
+        (partial(_uneven, 1, 1, False), r"Ranks \[0\]"),
+        (partial(_uneven, 2, 2, True), r"Ranks \[0\]"),
+        (partial(_uneven, -1, 1, True), r"Ranks \[1\]"),
+        pytest.param(partial(_uneven, 1, 1, False, Normalizes), r"Ranks \[0\]", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_with_other_numbers_of_steps_end_with_an_error(end: Any, message: str) -> None:
