@@ -27,9 +27,6 @@ _ROWS_AT_ONCE = 2**18
 _CHUNK_SCORES = 2**23
 """The number of scores in memory at once: 64 MiB in float64."""
 
-Rows = Callable[[KeyedJaggedTensor], list[Tensor]]
-"""A function that looks up rows outside of the autograd graph, see :meth:`ModuleForward.rows`."""
-
 
 class CatalogueTable:
     """Provides the rows of a table for losses, as the attribute ``freescale_catalogue`` of its weight.
@@ -39,7 +36,13 @@ class CatalogueTable:
     """
 
     def __init__(
-        self, table: Table, features: list[str], part: OverlappedCollection, look_up: Rows, number: int, tables: ShardedTables
+        self,
+        table: Table,
+        features: list[str],
+        part: OverlappedCollection,
+        look_up: Callable[[KeyedJaggedTensor], list[Tensor]],
+        number: int,
+        tables: ShardedTables,
     ) -> None:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
         self._features = features

@@ -207,7 +207,7 @@ class OverlappedCollection:
         """Add a gradient of all rows of a table that this rank owns, shape ``[rows, dim]``, to the gradients of the step."""
         first = self.local.first_row(table)
         rows = torch.arange(first, first + len(gradient), device=gradient.device)
-        self._worker.submit(self._exchange.row_updates.kept.accumulate, rows, gradient)
+        self._worker.submit(self._exchange.row_updates.keep, rows, gradient)
 
     def is_frozen(self, table: int) -> bool:
         return self._settings[table].frozen
@@ -243,7 +243,7 @@ class OverlappedCollection:
 
     def accumulated_gradients(self) -> dict[str, Any]:
         updates = self._exchange.row_updates
-        rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept.rows, updates.kept.gradients))
+        rows, gradients = ([each.cpu() for each in kept] for kept in (updates.kept_rows, updates.kept_gradients))
         return {"rows": rows, "gradients": gradients, "moved": updates.moved, **self._sharding()}
 
     def restore_accumulated(self, kept: Mapping[str, Any]) -> None:

@@ -241,7 +241,7 @@ class RowExchange:
             self.row_updates.take(current, given, came)
             current.gradients = BatchGradients(patient=self._route.nothing_given)
         elif update.updates:
-            kept = self.row_updates.kept.rows
+            kept = self.row_updates.kept_rows
             due = self._collisions.asked_by(following.number, kept[0]) if kept else None
             self.row_updates.take(current, given, came, due)
             self._route.give_last(following.requested.incoming, following.rows)
@@ -311,7 +311,7 @@ class RowExchange:
 
     def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
         """Continue a window with saved gradients, before the first batch."""
-        self.row_updates.kept.rows, self.row_updates.kept.gradients, self.row_updates.moved = rows, gradients, moved
+        self.row_updates.kept_rows, self.row_updates.kept_gradients, self.row_updates.moved = rows, gradients, moved
         for each in rows:
             self._collisions.mark(each, 1)  # they are updated at the end of the window
 

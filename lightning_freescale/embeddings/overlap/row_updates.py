@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,40 +56,14 @@ class Collisions:
         return awaited, self._last_batch[current.requested.incoming.rows] == following.number if updates else None
 
 
-@dataclass
-class GradientAccumulator:
-    """Gradients that an owner keeps until the next optimizer step: nothing, or one tensor of rows and one of their sums.
-
-    They arrive like non-colliding gradients and are applied with the last batch of the window.
-    """
-
-    rows: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-
-    def accumulate(self, rows: Tensor, gradients: Tensor) -> None:
-        """Add ``gradients``, shape ``[rows, dim]``, to those kept before, per row."""
-        if not len(rows):
-            return
-        merged, sums = add_up(torch.cat([*self.rows, rows]), torch.cat([*self.gradients, gradients]))
-        self.rows, self.gradients = [merged], [sums]
-
-    def pop(self, mask: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """Remove and return rows and gradients: all of them, or those marked in ``mask`` (bool)."""
-        if not self.rows or mask is None:
-            kept = self.rows, self.gradients
-            self.rows, self.gradients = [], []
-            return kept
-        rows, gradients = self.rows[0], self.gradients[0]
-        self.rows, self.gradients = [rows[~mask]], [gradients[~mask]]
-        return [rows[mask]], [gradients[mask]]
-
-
 class RowUpdates:
     """The updates of one collection's rows; used by its worker only."""
 
     def __init__(self, local: LocalRows) -> None:
         self.local = local
-        self.kept = GradientAccumulator()  # for a later optimizer step, or until they are clipped
+        # gradients kept for a later optimizer step, or held until they are clipped: nothing, or distinct rows and their sums
+        self.kept_rows: list[Tensor] = []
+        self.kept_gradients: list[Tensor] = []
         self.idle_steps = [0] * len(local.layout.tables)  # per table: optimizer steps without a gradient on any rank
         self.moved = False  # whether any rank had a gradient in this window
 
@@ -115,19 +89,35 @@ class RowUpdates:
         if order is not None:  # the order of summation
             rows, gradients = rows[order], gradients[order]
         if batch.update.held or not batch.update.updates:
-            self.kept.accumulate(rows, gradients)
+            self.keep(rows, gradients)
             return
-        if self.kept.rows:
-            kept_rows, kept_gradients = self.kept.pop(due)
+        if self.kept_rows:
+            kept_rows, kept_gradients = self._pop_kept(due)
             rows, gradients = torch.cat([*kept_rows, rows]), torch.cat([*kept_gradients, gradients])
         self.local.update(rows, gradients, batch.update.settings)
 
+    def keep(self, rows: Tensor, gradients: Tensor) -> None:
+        """Add ``gradients``, shape ``[rows, dim]``, to those kept before, per row."""
+        if len(rows):
+            merged, sums = add_up(torch.cat([*self.kept_rows, rows]), torch.cat([*self.kept_gradients, gradients]))
+            self.kept_rows, self.kept_gradients = [merged], [sums]
+
+    def _pop_kept(self, mask: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Remove and return the kept rows and gradients: all of them, or those marked in ``mask`` (bool)."""
+        kept = self.kept_rows, self.kept_gradients
+        self.kept_rows, self.kept_gradients = [], []
+        if not kept[0] or mask is None:
+            return kept
+        (rows,), (gradients,) = kept
+        self.kept_rows, self.kept_gradients = [rows[~mask]], [gradients[~mask]]
+        return [rows[mask]], [gradients[mask]]
+
     def apply_held(self, batch: Batch) -> None:
-        for rows, gradients in zip(*self.kept.pop()):
+        for rows, gradients in zip(*self._pop_kept()):
             self.local.update(rows, gradients, batch.update.settings)
 
     def discard(self) -> None:
-        self.kept.pop()
+        self._pop_kept()
         self.moved = False
 
     # -- clipping of gradients that are held
@@ -153,5 +143,5 @@ class RowUpdates:
             gradients[clipped] = gradients[clipped].clamp(-limit, limit)
 
     def _clipped(self, settings: Sequence[UpdateSettings]) -> list[tuple[Tensor | slice, Tensor]]:
-        kept = zip(self.kept.rows, self.kept.gradients)
+        kept = zip(self.kept_rows, self.kept_gradients)
         return [(self.local.clipped(rows, settings), gradients) for rows, gradients in kept]

@@ -27,7 +27,7 @@ class WindowGradients:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[_Place, list[tuple[Tensor, Tensor]]] = {}
+        self.kept: dict[_Place, list[tuple[Tensor, Tensor]]] = {}  # inputs of layers and gradients of their outputs
         self.in_backward = False
 
     @contextmanager
@@ -39,19 +39,13 @@ class WindowGradients:
         finally:
             self.in_backward = False
 
-    def keep(self, place: _Place, values: Tensor, gradient: Tensor) -> None:
-        self._kept.setdefault(place, []).append((values, gradient))
-
-    def take(self, place: _Place) -> list[tuple[Tensor, Tensor]]:
-        return self._kept.pop(place, [])
-
     def close(self) -> None:
         """End a window.
 
         Raises:
             RuntimeError: its last batch did not use some layers, whose gradients would be lost.
         """
-        lost, self._kept = self._kept, {}
+        lost, self.kept = self.kept, {}
         if lost:
             shapes = [place[1] for place in lost]
             raise RuntimeError(
@@ -259,7 +253,7 @@ class _WeightGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (values,) = ctx.saved_tensors
-        kept = [] if ctx.window is None or not ctx.window.in_backward else ctx.window.take(ctx.place)
+        kept = [] if ctx.window is None or not ctx.window.in_backward else ctx.window.kept.pop(ctx.place, [])
         parts = [*kept, (values, gradient)]
         flat = [(into.reshape(-1, into.shape[-1]), each.reshape(-1, each.shape[-1])) for into, each in parts]
         _, of_matrix, of_bias, *_ = ctx.needs_input_grad
@@ -283,7 +277,7 @@ class _KeptForLater(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if ctx.window.in_backward:
-            ctx.window.keep(ctx.place, *ctx.saved_tensors, gradient)
+            ctx.window.kept.setdefault(ctx.place, []).append((*ctx.saved_tensors, gradient))
         return (None,) * 5
 
 

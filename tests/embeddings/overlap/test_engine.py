@@ -269,7 +269,7 @@ def _most_held() -> tuple[int, int]:
                     collection._worker.run(lambda: None)  # behind all that it has been given so far
                 states = [(each.step.current, each.step.following, each.step.unsent) for each in collections]
                 held.append(sum(_memory(states).values()))
-            assert all(len(each._exchange.row_updates.kept.rows) == 0 for each in collections)
+            assert all(len(each._exchange.row_updates.kept_rows) == 0 for each in collections)
         engine.drain()
         return max(held), max(sizes)
 
