@@ -242,5 +242,5 @@ def test_layers_that_the_last_of_a_window_leaves_out_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"\(1, 24\)"):
         window.close()
     window.close()
-    with pytest.raises(ValueError, match="window=None, last=False"):
+    with pytest.raises(ValueError, match="requires a window"):
         WeightGradientsLast(last=False)
