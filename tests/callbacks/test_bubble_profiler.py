@@ -97,7 +97,7 @@ def test_delays_come_back_and_are_reported(tmp_path: Path) -> None:
     assert gains["no data wait"] < 1.2 and gains.keys() >= {
         *("perfect balance", "full overlap", "balance + overlap", "no contention")
     }
-    moved = {figures.name: figures.moved for figures in report.exchanges}
+    moved = {figures.name: figures.moved_bytes for figures in report.exchanges}
     assert {"embedding rows", "dense gradients"} <= moved.keys() and moved["embedding exchange (background)"] > 0
     # loggers and files
     header = Path(logged, "metrics.csv").read_text().splitlines()[0].split(",")
@@ -225,7 +225,7 @@ def test_any_loop_under_ddp(tmp_path: Path) -> None:
         gradients, per_step = GRADIENTS.get(name, ("dense gradients", 1.0))
         assert named(report, gradients).per_step == pytest.approx(per_step, abs=0.1), name
         for part in ("straggler_wait", "transfer"):
-            reported = sum(getattr(figures, part) for figures in report.exchanges)
+            reported = sum(getattr(figures, f"{part}_s") for figures in report.exchanges)
             assert reported == pytest.approx(column(parts, part).mean(), rel=1e-6), f"{name}: exchanges are those of the steps"
     for name, steps in VALIDATED.items():  # the median, as a single step may be slow for reasons of the machine
         walls = column(reports[name].breakdown, "wall")[np.isin(reports[name].steps, steps)]

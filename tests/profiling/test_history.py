@@ -96,17 +96,17 @@ def test_figures_are_means_over_steps_and_ranks() -> None:
     windows[0][1].host, windows[1][0].host = {"loop": 4.0}, {}
     report = _report(_history(*windows))
     (rows,) = report.exchanges
-    assert (rows.name, rows.per_step, rows.moved, rows.hidden, rows.last) == ("rows", 1, 100, 0, (2, 4))
-    assert rows.straggler_wait == pytest.approx((1 + 0) / 2 / 2)  # rank 0 waits in even steps
-    assert rows.transfer == pytest.approx(0.5)
+    assert (rows.name, rows.per_step, rows.moved_bytes, rows.hidden_s, rows.last) == ("rows", 1, 100, 0, (2, 4))
+    assert rows.straggler_wait_s == pytest.approx((1 + 0) / 2 / 2)  # rank 0 waits in even steps
+    assert rows.transfer_s == pytest.approx(0.5)
     assert report.host == {"hooks": 4.0 / 2 / 4, "loop": 4.0 / 2 / 4}
     both = _windows(0, 4)  # ranks need not have the same exchanges
     both[1].exchanges["sometimes"] = ExchangeSums(count=2, hidden=4.0, moved=80, last=2)
     both[1].exchanges["objects"] = ExchangeSums(count=4, moved=80, unknown=1)
     report = _report(_history(both))
     _, sometimes, objects = report.exchanges
-    assert (sometimes.name, sometimes.per_step, sometimes.hidden) == ("sometimes", 0.25, 0.5)
-    assert (sometimes.moved, sometimes.last, objects.moved, report.last) == (10, (0, 2), None, (2, 4 + 2))
+    assert (sometimes.name, sometimes.per_step, sometimes.hidden_s) == ("sometimes", 0.25, 0.5)
+    assert (sometimes.moved_bytes, sometimes.last, objects.moved_bytes, report.last) == (10, (0, 2), None, (2, 4 + 2))
 
 
 def test_scalars_are_of_the_newest_steps() -> None:

@@ -82,7 +82,7 @@ def test_the_plain_loop_of_the_guide(tmp_path: Path) -> None:
     assert 0.8 * DELAY < forwards[1] < 1.5 * DELAY and forwards[0] < 0.3 * DELAY
     np.testing.assert_allclose(sum(column(report.breakdown, name) for name in ADDENDS), column(report.breakdown, "wall"))
     (figures,) = report.exchanges
-    assert (figures.name, figures.per_step, figures.moved) == ("all_reduce", 1, 16)
+    assert (figures.name, figures.per_step, figures.moved_bytes) == ("all_reduce", 1, 16)
     assert figures.last[1] > STEPS - 10 > 5 > figures.last[0]
     assert (column(report.breakdown, "data_wait") > 0).all()
     assert column(report.breakdown, "unexplained").max() < 1e-6

@@ -176,8 +176,8 @@ class History:
         return ExchangeFigures(
             name=name,
             per_step=mean("count"),
-            **{field: mean(field) for field in ("straggler_wait", "transfer", "wait", "hidden")},
-            moved=None if any(one.unknown for one in sums) else int(mean("moved")),
+            **{f"{part}_s": mean(part) for part in ("straggler_wait", "transfer", "wait", "hidden")},
+            moved_bytes=None if any(one.unknown for one in sums) else int(mean("moved")),
             last=tuple(one.last for one in sums),
         )
 

@@ -1,4 +1,4 @@
-"""Compare the documents of runs: the bubble that was removed, and the speed-up."""
+"""Compare the documents of runs: the removed bubble and the speed-up."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from typing import Any
 
 _SAME = ("model", "parameters", "world_size", "accumulate_grad_batches")
 _COUNTS_APART = 0.01
-"""Samples per step of the same work may differ by this share: the last batch of an epoch is shorter."""
+"""Largest relative difference of samples per step for equal work; the last batch of an epoch may be shorter."""
 _SAME_COMPUTE = 5e-4
-"""A change smaller than this would be printed as none."""
+"""A smaller change would be printed as 0.0%."""
 
 
 class DifferentWorkError(ValueError):
-    """The runs did not do the same work; the message names every difference."""
+    """The runs did different work. The message has every difference."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run against the base.
+    """A run compared with the base.
 
-    Time is counted per unit of work, a sample: ``t`` is the wall time of all the steps / samples, of which ``b * t`` is bubble
-    and ``c = (1 - b) * t`` compute. What is removed is bubble time per sample, not a share of a wall time that itself gets
-    shorter: ``r = 1 - (b' * t') / (b * t)``. Then ``t' = c' + b' * t' = c' + (1 - r) * b * t``, and if compute per sample stays
-    what it was, ``c' = c``, the speed-up ``t / t'`` is ``1 / (1 - r * b)``. What the two differ by is what compute changed:
-    ``t / t' = 1 / (1 - r * b + (1 - b) * (c' / c - 1))``.
+    ``t`` is the wall time per sample. Its parts are the bubble ``b * t`` and the compute ``c = (1 - b) * t``; values of the run
+    have a prime. The removed share of the bubble is ``r = 1 - (b' * t') / (b * t)``, so ``t' = c' + (1 - r) * b * t``. With
+    unchanged compute per sample, ``c' = c``, the speed-up ``t / t'`` is ``1 / (1 - r * b)``. In general it is
+    ``1 / (1 - r * b + (1 - b) * (c' / c - 1))``.
 
     Attributes:
-        label: of the run.
-        per: the unit of work: ``"sample"``, or ``"step"`` if a run does not know its samples.
+        label: label of the run.
+        per: unit of work: ``"sample"``, or ``"step"`` if the samples of a run are unknown.
         base_rate: 1 / t, units of work per second.
         rate: 1 / t'.
         base_bubble: b.
         bubble: b'.
-        removed: r; negative if the bubble grew, None if the base had none.
+        removed: r; negative if the bubble grew, None if the base has none.
         speed_up: t / t'.
-        from_bubbles: 1/(1 - r*b), what r and b alone give; None if that has no end.
-        limit: 1/(1 - b), what the base can gain at most; None if no compute was seen.
-        compute_change: c' / c - 1; None if no compute was seen.
+        from_bubbles: 1 / (1 - r * b), the speed-up by r and b alone; None if it is infinite.
+        limit: 1 / (1 - b), the largest speed-up of the base; None if no compute was recorded.
+        compute_change: c' / c - 1; None if no compute was recorded.
     """
 
     label: str
@@ -59,16 +58,16 @@ def compare(documents: Sequence[Mapping[str, Any]], force: bool = False) -> list
     """Compare each document with the first.
 
     Args:
-        documents: two or more.
-        force: compare runs of different work, too.
+        documents: at least two documents.
+        force: also compare runs of different work.
 
     Raises:
-        DifferentWorkError: without ``force``.
-        ValueError: fewer than two documents, or one without wall time.
+        DifferentWorkError: the runs did different work, and ``force`` is False.
+        ValueError: there are fewer than two documents, or one has no wall time.
     """
     base, *others = documents
     if not others:
-        raise ValueError(f"compare needs two reports or more, not {len(documents)}")
+        raise ValueError(f"compare needs at least two reports, but got {len(documents)}")
     apart = [line for other in others for line in differences(base, other)]
     if apart and not force:
         raise DifferentWorkError("the runs did different work:\n  " + "\n  ".join(apart))
@@ -77,7 +76,7 @@ def compare(documents: Sequence[Mapping[str, Any]], force: bool = False) -> list
 
 
 def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return a line for everything that makes the work of two runs different."""
+    """Return a line for each difference in the work of two runs."""
     found = _unequal(base, other, [(name, base["run"][name], other["run"][name]) for name in _SAME])
     one, two = (document["summary"]["samples"] / document["status"]["steps"] for document in (base, other))
     if one and two and abs(two - one) > _COUNTS_APART * one:
@@ -86,7 +85,7 @@ def differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return a line for everything that a reader should know about two runs that can be compared all the same."""
+    """Return a line for each other difference between two runs, and for each restriction of the comparison."""
     one, two = base["run"], other["run"]
     packages = sorted({*one["versions"], *two["versions"]})
     versions = [(f"version of {name}", one["versions"].get(name), two["versions"].get(name)) for name in packages]
@@ -94,11 +93,11 @@ def remarks(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     for document in (base, other):
         label, status = document["run"]["label"], document["status"]
         if not status["complete"]:
-            found.append(f"{label} did not come to its end: {status['reason']}")
+            found.append(f"{label} ended early: {status['reason']}")
         if not (waits := document["wait_attribution"])["aligned"]:
             found.append(f"waits of {label} are not divided into straggler wait and transfer: {waits['reason']}")
         if not document["summary"]["samples"]:
-            found.append(f"the samples of {label} are unknown: compared per step")
+            found.append(f"the samples of {label} are unknown, so the runs are compared per step")
     return found
 
 
@@ -111,7 +110,7 @@ def _labels(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def table(base: Mapping[str, Any], comparisons: Sequence[Comparison]) -> str:
-    """Return the text of a table with a line per run, and a sentence on each below it."""
+    """Return a table with a line per run, and a sentence on each run."""
     first = comparisons[0]
     heads = ("run", f"{first.per}s/s", "bubble b", "r (removed)", "speed-up", "1/(1 - r*b)", f"compute/{first.per}")
     rows = [heads, (base["run"]["label"], f"{first.base_rate:.1f}", f"{first.base_bubble:.1%}", *"----")]
@@ -129,10 +128,10 @@ def _row(one: Comparison) -> tuple[str, ...]:
 def _sentences(one: Comparison) -> list[str]:
     removed = f"r = {_or_dash('{:.1%}', one.removed)} of the base's b = {one.base_bubble:.1%} removed"
     alone, limit = (_or_dash("{:.2f}x", value) for value in (one.from_bubbles, one.limit))
-    gain = f"{removed}, speed-up {one.speed_up:.2f}x (r and b alone give {alone}, the limit is {limit})"
+    gain = f"{removed}, speed-up {one.speed_up:.2f}x ({alone} by r and b alone, limit {limit})"
     lines = textwrap.wrap(f"{one.label}: {gain}", 120, subsequent_indent="  ")
     if one.compute_change is not None:
-        changed = f"changed by {one.compute_change:+.1%}: by this the two speed-ups differ"
+        changed = f"changed by {one.compute_change:+.1%}, which is the difference between the two speed-ups"
         lines.append(f"  compute per {one.per} {'is the same' if abs(one.compute_change) < _SAME_COMPUTE else changed}")
     return lines
 
@@ -144,7 +143,7 @@ def _or_dash(form: str, value: float | None) -> str:
 def _comparison(base: Mapping[str, Any], other: Mapping[str, Any], per: str) -> Comparison:
     b, bubble = (document["summary"]["bubble"] for document in (base, other))
     before, after = (_seconds(document, per) for document in (base, other))
-    shorter = (b * before - bubble * after) / before  # r * b, which exists without a bubble to remove, too
+    shorter = (b * before - bubble * after) / before  # r * b, which is also defined for b = 0
     return Comparison(
         label=other["run"]["label"],
         per=per,
@@ -165,5 +164,5 @@ def _seconds(document: Mapping[str, Any], per: str) -> float:
     figures = document["summary"]
     seconds = 1 / figures["samples_per_s"] if per == "sample" else figures["step_s"]
     if not seconds > 0:
-        raise ValueError(f"{document['run']['label']} has no wall time: step_s is {figures['step_s']}")
+        raise ValueError(f"{document['run']['label']} cannot be compared, because its step_s is {figures['step_s']}")
     return float(seconds)

@@ -1,7 +1,6 @@
-"""The bubble report as a JSON document: the facts it states, and how to read, check and write one.
+"""The JSON document of a bubble report: its parts, and functions that read, check and write it.
 
-``schema.json`` describes its fields.
-Text, page and comparison are made from the document alone: so they cannot disagree, and need nothing but the file.
+``schema.json`` describes its fields. Text, page and comparison use only the document, so they agree and need no other file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 import orjson
 from jsonschema import Draft202012Validator, ValidationError
 
-from lightning_freescale._version import __version__  # a checkout on the path has no metadata that would say it
+from lightning_freescale._version import __version__  # a checkout on the path has no metadata
 
 Document = dict[str, Any]
 FORMAT = "lightning_freescale.bubble_report"
@@ -38,13 +37,23 @@ def _installed() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a report is about.
+    """Description of a run.
 
-    ``label`` names the run in comparisons; ``started`` is a time in ISO 8601; ``versions`` are of packages; ``assignment`` is
-    how samples were assigned to the ranks, None if unknown; ``overlap`` is whether rows are exchanged while the model
-    computes, ``"on"``, ``"off"`` or, where it was asked for in vain, ``"impossible"``; None without sharded tables;
-    ``num_workers`` are the loader's on a rank, None if unknown; ``sharded_tables`` is whether TorchRec shards tables, None
-    if unknown.
+    Attributes:
+        label: name of the run in comparisons.
+        model: class of the model.
+        parameters: number of parameters, embedding tables included.
+        world_size: number of ranks.
+        strategy: name of the strategy.
+        device: device of the ranks.
+        accumulate_grad_batches: number of batches per optimizer step.
+        assignment: assignment of samples to ranks; None if unknown.
+        overlap: overlap of the embedding exchange: ``"on"``, ``"off"``, or ``"impossible"`` if it was requested in vain; None
+            without sharded tables.
+        num_workers: number of loader workers of a rank; None if unknown.
+        sharded_tables: True if TorchRec shards tables; None if unknown.
+        started: start of training in ISO 8601.
+        versions: versions of packages by name.
     """
 
     label: str
@@ -64,13 +73,13 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Status:
-    """How much of the run the report covers.
+    """The part of the run that the report covers.
 
     Attributes:
-        complete: the run came to its end.
-        reason: why it did not.
-        warmup: first steps left out.
-        not_exchanged: steps done whose records the ranks could not exchange any more.
+        complete: True if the run came to its end.
+        reason: reason why the run ended early.
+        warmup: number of first steps that are left out.
+        not_exchanged: number of finished steps whose records the ranks could not exchange.
     """
 
     complete: bool = True
@@ -81,13 +90,13 @@ class Status:
 
 @dataclass(frozen=True)
 class WaitAttribution:
-    """Whether waits for peers were divided into straggler wait and transfer, by when the ranks arrived.
+    """The division of waits for peers into straggler wait and transfer by the arrivals of the ranks.
 
     Attributes:
-        aligned: the ranks' clocks were aligned, so arrivals can be compared; also if there is one rank.
-        uncertainty: how far the turn from straggler wait to transfer may be off, in seconds.
-        reason: why the clocks are not aligned, and so waits not divided.
-        clock: how well the ranks' clocks were compared, as in the document; None if they were not.
+        aligned: True if the ranks' clocks were aligned, or if there is one rank.
+        uncertainty: uncertainty of the end of straggler wait, in seconds.
+        reason: reason why waits are not divided.
+        clock: figures of the alignment, as in the document; None without alignment.
     """
 
     aligned: bool
@@ -98,40 +107,29 @@ class WaitAttribution:
 
 @dataclass(frozen=True)
 class Overhead:
-    """The profiler's own cost in seconds per step: the ranks' ``exchange`` of records, and ``stamps``."""
+    """The cost of the profiler in seconds per step: the ``exchange`` of records, and ``stamps``."""
 
     exchange: float
     stamps: float
 
     @property
     def total(self) -> float:
-        """Seconds per step of exchange and stamps together."""
+        """The sum of both in seconds per step."""
         return self.exchange + self.stamps
 
 
 @dataclass(frozen=True)
 class ExchangeFigures:
-    """The exchanges of one name, per step and as a mean over the ranks.
-
-    Attributes:
-        name: of the exchanges.
-        per_step: how many a step has.
-        straggler_wait: seconds waited for the last rank.
-        transfer: seconds waited after that.
-        hidden: seconds behind compute.
-        moved: bytes that pass a rank's link; None if unknown.
-        last: how often each rank was the last to arrive, over all steps.
-        wait: seconds waited that could not be divided into the two.
-    """
+    """An entry of ``exchanges`` in the document: the exchanges of one name, per step and as means over the ranks."""
 
     name: str
     per_step: float
-    straggler_wait: float
-    transfer: float
-    hidden: float
-    moved: float | None
+    straggler_wait_s: float
+    transfer_s: float
+    hidden_s: float
+    moved_bytes: float | None
     last: tuple[int, ...]
-    wait: float = 0.0
+    wait_s: float = 0.0
 
 
 def read(path: str | Path) -> Document:
@@ -139,12 +137,12 @@ def read(path: str | Path) -> Document:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no whole document of a version that this package reads; says what is wrong.
+        ValueError: the content is no valid document of a supported version.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON, or was cut short: {error}") from error
+        raise ValueError(f"{path} is not JSON, or was truncated: {error}") from error
     try:
         check(document)
     except ValueError as error:
@@ -153,27 +151,27 @@ def read(path: str | Path) -> Document:
 
 
 def write(document: Mapping[str, Any], path: str | Path) -> Path:
-    """Write a document; a reader finds the old file or the whole new one. Makes the folder if there is none.
+    """Write a document atomically, and create its folder.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a figure is not finite.
+        ValueError: a number is not finite.
     """
     return write_atomically(path, _lines(document))
 
 
 def check(document: Any) -> None:
-    """Refuse what is no document of this version.
+    """Check that a value is a document of this version.
 
     Raises:
-        ValueError: names a place, what stands there and what should.
+        ValueError: it is not. The message has the field, its value and the rule.
     """
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
-        raise ValueError(f"no bubble report: its format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"the document has format {found!r} and is no bubble report, whose format is {FORMAT!r}")
     version = document.get("version")
     if type(version) is int and version > VERSION:
-        raise ValueError(f"version {version} is newer than this package reads ({VERSION}): update lightning-freescale")
+        raise ValueError(f"version {version} is newer than the supported version {VERSION}. Update lightning-freescale")
     wrong = next(_validator().iter_errors(_without_rows(document)), None)
     if wrong is not None:
         raise ValueError(_place_and_fix(wrong))
@@ -186,7 +184,7 @@ def _validator() -> Draft202012Validator:
 
 
 def _without_rows(document: Document) -> Document:
-    """Leave the rows of the series to :func:`_check_rows`: a validator takes half a minute over those of a long run."""
+    """Return the document without the rows of the series, which take a validator half a minute for a long run."""
     series = document.get("series")
     if not isinstance(series, dict):
         return document
@@ -203,7 +201,7 @@ def _place_and_fix(wrong: ValidationError) -> str:
 
 
 def _check_rows(document: Document) -> None:
-    """The rows of the series are numbers, as many as there are steps, ranks and columns, which a schema cannot say."""
+    """Check that the rows of the series are numbers by step, rank and column, which a schema cannot express."""
     series = document["series"]
     steps, ranks = document["status"]["steps"], len(document["ranks"])
     expected: dict[str, tuple[int, ...]] = {"step": (steps,), "breakdown_s": (steps, ranks, len(series["columns"]))}
@@ -212,7 +210,7 @@ def _check_rows(document: Document) -> None:
         expected["features"] = (steps, ranks, *np.shape(series["features"][0][0]))
     for name, shape in expected.items():
         if (found := _shape(series[name])) != shape:
-            raise ValueError(f"series.{name} has the shape {found}, not {shape}, which status.steps and the ranks ask for")
+            raise ValueError(f"series.{name} has the shape {found}, not {shape}, which status.steps and the ranks require")
         cells = series[name]
         for _ in shape[1:]:
             cells = chain.from_iterable(cells)
@@ -229,32 +227,25 @@ def _shape(rows: list[Any]) -> tuple[int, ...] | str:
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each field, and for each step of the series: ``json.dumps(indent=...)`` gives every number a line."""
+    """Yield a line for each field and each step of the series; ``json.dumps(indent=...)`` writes a line for every number."""
     separator = "{\n "
     for name, value in document.items():
-        yield separator + f"{_line(name)}: "
-        yield from _series(value) if name == "series" and isinstance(value, dict) else (_line(value),)
+        yield f"{separator}{_line(name)}: "
+        if name == "series" and isinstance(value, dict):
+            yield "{" + ",".join(f"\n  {_line(key)}: {_rows(rows)}" for key, rows in value.items()) + "}"
+        else:
+            yield _line(value)
         separator = ",\n "
     yield "\n}\n"
 
 
-def _series(series: Mapping[str, Any]) -> Iterator[str]:
-    separator = "{\n  "
-    for name, steps in series.items():
-        yield separator + f"{_line(name)}: "
-        if steps and isinstance(steps[0], list):
-            yield "[" + ",\n   ".join(_numbers(step) for step in steps) + "]"
-        else:
-            yield _line(steps)
-        separator = ",\n  "
-    yield "}"
-
-
-def _numbers(rows: list[Any]) -> str:
-    text = orjson.dumps(rows).decode()  # a long run has half a million rows, for which json takes ten times as long
-    if "null" in text:  # which orjson writes for what is not finite
-        raise ValueError("series holds a number that is not JSON compliant")
-    return text
+def _rows(steps: list[Any]) -> str:
+    if not steps or not isinstance(steps[0], list):
+        return _line(steps)
+    text = ",\n   ".join(orjson.dumps(rows).decode() for rows in steps)  # json takes ten times as long
+    if "null" in text:  # orjson writes it for numbers that are not finite
+        raise ValueError("series has a number that is not JSON compliant")
+    return f"[{text}]"
 
 
 def _line(value: Any) -> str:
@@ -262,14 +253,14 @@ def _line(value: Any) -> str:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def write_atomically(path: str | Path, content: Iterable[str] | bytes) -> Path:
-    """Write text or bytes to ``path`` so that a reader finds the old file or the whole new one, and make its folder.
+    """Write text or bytes to ``path`` and create its folder. A reader finds the old file or the complete new one.
 
     Raises:
-        OSError: the file cannot be written; the old one stays, and nothing is left beside it.
+        OSError: the file cannot be written. The old file stays, and no temporary file remains.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Write report documents into one HTML page that loads nothing from anywhere."""
+"""Write report documents into one HTML page that loads no other resources."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ from lightning_freescale.profiling.reporting.compare import compare, differences
 from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, write_atomically
 
 WITHOUT_PLOTLY = (
-    "a bubble report's page has no pictures without the package plotly, which is not installed; its tables, the text and "
-    "report.json are complete. Run pip install 'lightning-freescale[report]'; afterwards, or on another machine, "
+    "the page of the bubble report will have no pictures, because the package plotly is not installed. Tables, text and "
+    "report.json are complete. Run pip install 'lightning-freescale[report]'. Then, or on another machine, "
     "python -m lightning_freescale.profiling page report.json -o report.html writes the page again"
 )
 _SCRIPTS = ("figures", "packed", "parts", "plot", "pictures", "bars", "tables", "ablation", "page")
-"""In this order: later ones use what earlier ones define."""
-_LICENCE = "<details><summary>Pictures by plotly.js, under its licence</summary><pre>{}</pre></details>\n"
+"""The scripts in the order of their dependencies."""
+_LICENCE = "<details><summary>Licence of plotly.js, which draws the pictures</summary><pre>{}</pre></details>\n"
 
 
 def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a page that shows the documents, and return its path; the first is the one that others are compared with.
+    """Write a page that shows the documents and compares the others with the first, and return its path.
 
-    The page holds its styles, its scripts and the documents, and its security policy forbids it to load anything, or to run
-    another script. Without the package ``plotly`` a warning says so, and so does the page where its pictures would be; it has
-    everything else.
+    The page contains its styles, its scripts and the documents. Its security policy forbids other resources and scripts.
+    Without the package ``plotly``, the function warns, and the page has a notice in place of each picture.
 
     Args:
-        path: of the HTML file; its folder is made if there is none. An older file stays if anything fails.
+        path: path of the HTML file. Its folder is created. An older file stays if the function fails.
         documents: one or more contents of ``report.json``.
 
     Raises:
-        ValueError: without documents, or where one is no report of this version or holds a number that is not finite;
-            with several, where one has no wall time to compare.
+        ValueError: there are no documents, one is no report of this version or has a number that is not finite, or one of
+            several has no wall time.
     """
     if not documents:
-        raise ValueError("documents is empty; pass at least one report, as read from a report.json")
+        raise ValueError("documents is empty. Pass the content of at least one report.json")
     if not has_plotly():
         warnings.warn(WITHOUT_PLOTLY, stacklevel=2)
     packed = [_packed(index, document) for index, document in enumerate(documents)]
@@ -74,23 +73,23 @@ def _read(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """As a security policy names the only scripts that may run."""
+    """Return the hash of a script for the security policy, which allows no others."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def _element(content: bytes, attributes: str, level: int = 6) -> str:
-    """A script element that is never run; base64 holds nothing that could end it."""
+    """Return a script element that never runs; base64 cannot contain the end of the element."""
     packed = b64encode(gzip.compress(content, compresslevel=level, mtime=0)).decode()
     return f'<script type="application/gzip" {attributes}>{packed}</script>\n'
 
 
 def _packed(index: int, document: Mapping[str, Any]) -> tuple[str, bytes]:
-    """The document as JSON, but without what has the length of the run; and the breakdown, all that the page shows of that."""
+    """Return the document as JSON without the series, and their breakdown, the only part that the page shows."""
     found = (document.get("format"), document.get("version"))
     if found != (FORMAT, VERSION):
         raise ValueError(
-            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}; "
-            "pass the content of a report.json that this version of lightning_freescale wrote"
+            f"documents[{index}] has format {found[0]!r} and version {found[1]!r}, not {FORMAT!r} and {VERSION}. "
+            "Pass the content of a report.json of this version of lightning_freescale"
         )
     seconds = np.asarray(document["series"]["breakdown_s"], dtype=np.float64)
     series = {name: document["series"][name] for name in ("columns", "step")}
@@ -99,13 +98,13 @@ def _packed(index: int, document: Mapping[str, Any]) -> tuple[str, bytes]:
             raise ValueError("series.breakdown_s is not JSON compliant")
         return json.dumps({**document, "series": series}, allow_nan=False, separators=(",", ":")), _planes(seconds)
     except ValueError as error:
-        raise ValueError(f"documents[{index}] cannot be shown: {error}; replace numbers that are not finite by null") from error
+        raise ValueError(f"documents[{index}] is invalid: {error}. Replace numbers that are not finite by null") from error
 
 
 def _planes(seconds: NDArray[np.float64]) -> bytes:
-    """Whole microseconds by column, rank and step: the first byte of each number, then the second of each, ...
+    """Return whole microseconds by column, rank and step: the first byte of each number, then the second of each, ...
 
-    As text they would be 13 MB for 64 ranks and 2,000 steps, and 4.4 packed; the planes pack into 2.5, in a tenth of the time.
+    For 64 ranks and 2,000 steps, text has 13 MB, or 4.4 MB packed. The planes pack into 2.5 MB, in a tenth of the time.
     """
     whole = np.rint(seconds.T * 1e6).astype("<i8").ravel()
     return whole.view(np.uint8).reshape(-1, 8).T.tobytes()
@@ -122,19 +121,18 @@ def _compared(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def has_plotly() -> bool:
-    """Whether pages can have pictures."""
+    """Return True if pages can have pictures."""
     return find_spec("plotly") is not None and find_spec("plotly.offline") is not None
 
 
 def _plotly_javascript() -> str:
-    """Return the library: one script that needs nothing else."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _plotly_licence() -> str:
-    """Return the licence under which a page carries the library along; its name where the package came without the text."""
+    """Return the licence of the library in the page; its name if the package has no text."""
     try:
         files = distribution("plotly").files or ()
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The bubble report: what the profiler knows when the ranks' steps are together."""
+"""The bubble report on the steps of all ranks."""
 
 from __future__ import annotations
 
@@ -46,30 +46,29 @@ _FIGURES = (
 
 @dataclass(frozen=True, eq=False)
 class BubbleReport:
-    """The breakdown of every step on every rank, and what explains it.
+    """The breakdown of every step on every rank, and its explanation.
 
     Attributes:
         breakdown: seconds, shape ``[steps, ranks, len(PART_NAMES)]``.
-        samples: samples of every step on every rank, shape ``[steps, ranks]``; zeros if unknown.
-        steps: their numbers in the fit, shape ``[steps]``.
-        run: what ran.
-        wait_attribution: whether waits were divided.
-        overhead: what the profiler took.
-        status: whether the run is covered to its end.
-        imbalance: why the ranks' compute differs; None if that was not looked into.
-        what_if: what the run would gain without each kind of bubble.
-        replayed: which of the steps, by their places, that is of; None for all of them.
+        samples: number of samples, shape ``[steps, ranks]``; zeros if unknown.
+        steps: numbers of the steps in the fit, shape ``[steps]``.
+        run: description of the run.
+        wait_attribution: division of waits.
+        overhead: cost of the profiler.
+        status: part of the run that the report covers.
+        imbalance: causes of the imbalance of compute; None if unknown.
+        what_if: speed-ups without each kind of bubble.
         exchanges: figures by name of exchange.
         host: host overhead in seconds per step by section, mean over ranks.
-        device_idle: how idle the devices were, from a profiler of the device, as in the document.
-        median_step: the intervals of a typical step, as in the document.
-        last: how often each rank was the last to arrive at an exchange; empty if there is none.
-        features: what every rank worked on in every step, shape ``[steps, ranks, features]``; None if unknown.
-        predicted: how long that should take, in any unit that the ranks share in a step, shape ``[steps, ranks]``; None if
-            unknown.
-        balance: what the plans of the steps say; None if there were none.
-        memory: what every rank held at the end of every window; None if that is unknown.
-        advise: knows how the run was set up, for the advice of the verdict; None for that for any loop.
+        device_idle: shares of device time under torch.profiler, as in the document.
+        median_step: intervals of a typical step, as in the document.
+        last: number of last arrivals of each rank; empty without exchanges.
+        features: features of every step and rank, shape ``[steps, ranks, features]``; None if unknown.
+        predicted: predicted compute in a unit that the ranks of a step share, shape ``[steps, ranks]``; None if unknown.
+        balance: planned balance of the steps; None without plans.
+        memory: memory of every rank at the end of every window; None if unknown.
+        replayed: indices of the replayed steps; None for all.
+        advise: function that returns advice based on the settings of the run; None for general advice.
     """
 
     breakdown: Floats
@@ -95,26 +94,22 @@ class BubbleReport:
 
     @property
     def bubble(self) -> float:
-        """1 - compute / wall over all ranks and steps."""
+        """The bubble, 1 - compute / wall time, over all ranks and steps."""
         return bubble(self.breakdown)
 
     @property
     def limit(self) -> float | None:
-        """How many times faster the run would be without the bubble; None if no compute was seen."""
+        """The speed-up without any bubble; None if no compute was recorded."""
         return 1 / (1 - self.bubble) if self.bubble < 1 else None
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each part in the wall time, over all ranks and steps; of what is hidden, too."""
+        """The share of each part in the wall time, over all ranks and steps, ``hidden`` included."""
         return shares_of(self.breakdown)
-
-    def rank_shares(self, rank: int) -> dict[str, float]:
-        """Share of each part in one rank's wall time."""
-        return shares_of(self.breakdown[:, rank])
 
     @property
     def compute_imbalance(self) -> float:
-        """Max over ranks of compute / mean, over all steps, each weighted by its compute."""
+        """The imbalance of compute, maximum over ranks / mean, with steps weighted by their compute."""
         return compute_imbalance_of(self.breakdown)
 
     @property
@@ -128,33 +123,33 @@ class BubbleReport:
 
     @property
     def step_s(self) -> float:
-        """Mean wall time of a step in seconds."""
+        """The mean wall time of a step in seconds."""
         return float(self.breakdown[:, :, 0].mean())
 
     @property
     def compute_s(self) -> float:
-        """Mean compute of a step and rank in seconds."""
+        """The mean compute of a step and rank in seconds."""
         return float(column(self.breakdown, "compute").mean())
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of all ranks per second of wall time; None if the samples are unknown."""
+        """The samples of all ranks per second of wall time; None if unknown."""
         return samples_per_s_of(self.breakdown, self.samples)
 
     @property
     def overlap_efficiency(self) -> float | None:
-        """Share of the exchanges' time that compute hid, straggler wait left out; None without exchanges.
+        """The share of the exchange time that compute hid, without straggler wait.
 
-        Also None where waits were not divided: how much of them is transfer is not known then.
+        None without exchanges, and None if waits are not divided, because then transfer is unknown.
         """
         wait, transfer, hidden = (float(column(self.breakdown, name).sum()) for name in ("wait", "transfer", "hidden"))
         return hidden / (hidden + transfer) if hidden + transfer and not wait else None
 
     @property
     def padding(self) -> dict[str, Any] | None:
-        """How batches are padded, and the shares of the computed tokens and of the wall time that are padding.
+        """The kind of padding and its shares of the computed tokens and of the wall time; None if unknown or not padded.
 
-        The latter is that of compute proportional to the tokens. None if batches are not padded, or if that is not known.
+        The share of the wall time assumes compute proportional to the tokens.
         """
         if self.balance is None or self.balance.padding is None:
             return None
@@ -162,10 +157,10 @@ class BubbleReport:
         return {"kind": self.balance.padded, "tokens": tokens, "time": tokens * self.shares["compute"]}
 
     def document(self, series: bool = True) -> Document:
-        """Return the JSON document that ``schema.json`` describes; without ``series`` it lacks the single steps.
+        """Return the JSON document that ``schema.json`` describes, with or without the ``series`` of single steps.
 
         Raises:
-            ValueError: a figure is not finite.
+            ValueError: a number is not finite.
         """
         waits, overhead = self.wait_attribution, self.overhead
         clocks = {"aligned": waits.aligned, **_seconds(waits, "uncertainty"), "reason": waits.reason, "clock": waits.clock}
@@ -183,7 +178,7 @@ class BubbleReport:
             "memory": None if self.memory is None else _memory(self.memory),
             "what_if": [vars(case) for case in self.what_if],
             "replay": _replay(self) if self.what_if else None,
-            "exchanges": [_exchange(figures) for figures in self.exchanges],
+            "exchanges": [vars(figures) for figures in self.exchanges],
             "host_s": self.host,
             "wait_attribution": clocks,
             "overhead": {**_seconds(overhead, "total", "exchange", "stamps"), "share": share},
@@ -191,19 +186,19 @@ class BubbleReport:
             "median_step": self.median_step,
         }
         document = {name: _plain(value, name) for name, value in values.items()}
-        document["verdict"] = verdict_on(document, self.advise)._asdict()  # on the figures that a reader sees
+        document["verdict"] = verdict_on(document, self.advise)._asdict()  # on the rounded values
         if series:
             document["series"] = {
                 "columns": list(PART_NAMES),
                 "step": np.asarray(self.steps).tolist(),
                 "samples": self.samples.tolist(),
-                "breakdown_s": self.breakdown.round(6).tolist(),  # microseconds: more digits make a long file longer
+                "breakdown_s": self.breakdown.round(6).tolist(),  # microseconds, for the size of the file
                 "features": None if self.features is None else _short(self.features),
             }
         return document
 
     def write(self, path: str | Path) -> Path:
-        """Write the document; a reader finds the old file or the whole new one."""
+        """Write the document atomically."""
         return write(self.document(), path)
 
     def __str__(self) -> str:
@@ -217,7 +212,7 @@ def shares_of(breakdown: Floats) -> dict[str, float]:
 
 
 def compute_imbalance_of(breakdown: Floats) -> float:
-    """Return max over ranks of compute / mean, each step weighted by its compute."""
+    """Return the maximum over ranks of compute / mean, with steps weighted by their compute."""
     compute = column(breakdown, "compute")
     mean = float(compute.mean(axis=1).sum())
     return float(compute.max(axis=1).sum()) / mean if mean else 1.0
@@ -232,7 +227,7 @@ def samples_per_s_of(breakdown: Floats, samples: NDArray[np.int64]) -> float | N
 def _short(features: Floats) -> list[Any]:
     if (features == np.rint(features)).all() and np.abs(features).max(initial=0.0) < 2**53:
         return features.astype(np.int64).tolist()
-    # digits that count, not decimals: costs may be in any unit
+    # significant digits and not decimals, because costs may have any unit
     return np.array([float(f"{value:.7g}") for value in features.ravel()]).reshape(features.shape).tolist()
 
 
@@ -240,7 +235,7 @@ def _rank(report: BubbleReport, rank: int) -> Document:
     return {
         "rank": rank,
         "step_s": report.breakdown[:, rank, 0].mean(),
-        "shares": report.rank_shares(rank),
+        "shares": shares_of(report.breakdown[:, rank]),
         "score": None if report.imbalance is None else report.imbalance.scores[rank],
         "last": report.last[rank] if len(report.last) else 0,
     }
@@ -290,24 +285,18 @@ def _memory(memory: MemoryWindows) -> Document:
     }
 
 
-def _exchange(figures: ExchangeFigures) -> Document:
-    seconds = _seconds(figures, "straggler_wait", "transfer", "wait", "hidden")
-    named = {"name": figures.name, "per_step": figures.per_step}
-    return {**named, **seconds, "moved_bytes": figures.moved, "last": figures.last}
-
-
 def _seconds(figures: Any, *names: str) -> Document:
     return {f"{name}_s": getattr(figures, name) for name in names}
 
 
 def _plain(value: Any, at: str) -> Any:
-    """As JSON has it, and floats without the noise of their last digits."""
+    """Return a value as plain JSON types, with floats of nine digits."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner, f"{at}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(inner, f"{at}[{k}]") for k, inner in enumerate(value)]
     if isinstance(value, (float, np.floating)):
         if not math.isfinite(value):
-            raise ValueError(f"{at} is {value}: a report holds finite figures only, None is for what is unknown")
+            raise ValueError(f"{at} is {value}, but the values of a report must be finite. Pass None for an unknown value")
         return float(f"{value:.9g}")
     return int(value) if isinstance(value, np.integer) else value

@@ -1,4 +1,4 @@
-"""Write the steps of all ranks as one Chrome trace; https://ui.perfetto.dev opens it."""
+"""Write the steps of all ranks as a Chrome trace, which https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lightning_freescale.profiling.recording.records import ResolvedCollective, 
 from lightning_freescale.profiling.reporting.document import write_atomically
 
 _ORDER = {"X": 0, "C": 1, "i": 1, "s": 2, "f": 3}
-"""Order of events at one time: a slice comes before an arrow that binds to it, and an arrow begins before it ends."""
+"""Order of events at the same time: a slice precedes an arrow that binds to it, and an arrow starts before it ends."""
 _EVENTS_PER_LINE = 100
 NOTICEABLE = 50e-6
-"""Seconds of straggler wait from which on there is an arrow."""
+"""Seconds of straggler wait above which an arrow is drawn."""
 _STAGES = ("data", *COMPUTE, "pause")
 _BACKGROUND = "exchanges in the background"
 TICKS_PER_SECOND = 8_000_000
-"""An eighth of a microsecond is a whole number of nanoseconds and exact in binary: all readers see the same edges."""
+"""A tick is an eighth of a microsecond: a whole number of nanoseconds and exact in binary, so all readers see equal edges."""
 Event = dict[str, Any]
 
 
@@ -47,17 +47,17 @@ def write_trace(
 ) -> Path:
     """Write one process per rank, all on rank 0's clock, in microseconds from the first step.
 
-    A rank's threads hold its steps, its stages without the waits inside them, its waits divided where the last rank arrived,
-    and exchanges in the background: of other threads, or under way well before a rank waited for them. An arrow leads
-    from what the late rank did before it arrived to each wait for it of more than 50 microseconds.
+    The threads of a rank are its steps, its stages without waits, its waits divided at the last arrival, and background
+    exchanges: those of other threads, or those that began well before the rank waited. An arrow leads from the work of the late
+    rank to each wait for it of more than 50 microseconds.
 
     Args:
-        path: the file; a reader finds the old one or the whole new one. Makes the folder if there is none.
-        steps: for every step the records of all ranks.
-        kineto: for every rank what :meth:`~lightning_freescale.profiling.reporting.kineto.KinetoWindow.events` gave on rank 0's
-            clock; empty if there was no window. They become further threads of the rank.
-        aligned: whether the ranks' clocks are comparable. If not, or if there is one rank only, it is unknown who was late:
-            waits are not divided and there are no arrows. Ranks that are not aligned begin at zero each.
+        path: path of the file, which is written atomically. Its folder is created.
+        steps: the steps of all ranks, by step and rank.
+        kineto: the events of :meth:`~lightning_freescale.profiling.reporting.kineto.KinetoWindow.events` of every rank on rank
+            0's clock, which become further threads; empty without a window.
+        aligned: False if the ranks' clocks cannot be compared. Then each rank starts at zero. In this case, and with one rank,
+            waits are not divided and there are no arrows.
     """
     ranks = len(steps[0]) if steps else len(kineto)
     tids = count(1)
@@ -78,7 +78,7 @@ def write_trace(
         events += track.events()
     arrows, left_out = _arrows(waits, tracks)
     events += arrows
-    events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))  # stable: outer slices stay before inner ones
+    events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))  # stable, so outer slices stay before inner ones
     metadata = [event for process in (all_ranks, *(track.process for track in tracks)) for event in process.metadata()]
     return write_atomically(path, _chunks([*metadata, *events], {"arrows_left_out": left_out} if left_out else {}))
 
@@ -93,7 +93,7 @@ def _add_step(track: RankTracks, step: ResolvedStep, arrivals: Mapping[str, Arri
 def _origins(
     steps: Sequence[Sequence[ResolvedStep]], kineto: Sequence[Sequence[Mapping[str, Any]]], ranks: int, aligned: bool
 ) -> list[float]:
-    """Return the time at which each rank's ticks begin: that of its first event, because readers drop what is before zero."""
+    """Return the zero of each rank's ticks, which is its first event, because readers drop events before zero."""
     times = [[event["ts"] for event in events] for events in kineto] or [[] for _ in range(ranks)]
     for row in steps:
         for mine, step in zip(times, row):
@@ -103,7 +103,7 @@ def _origins(
 
 
 def _chunks(events: Sequence[Event], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the JSON, some events a line: one call for each would take longer than the encoding."""
+    """Yield the JSON with several events per line, because a call for each event would take longer than the encoding."""
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # some readers know no \u
     separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
     for first in range(0, len(events), _EVENTS_PER_LINE):
@@ -117,7 +117,7 @@ def _chunks(events: Sequence[Event], other: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Wait:
-    """``rank`` waited for ``late`` until after ``tick``."""
+    """``rank`` waited for ``late`` until ``tick``, the last one of the wait."""
 
     rank: int
     late: int
@@ -128,7 +128,6 @@ class _Wait:
 def _noticeable_waits(
     row: Sequence[ResolvedStep], arrivals: Mapping[str, Arrival], tick: Callable[[float], int]
 ) -> Iterator[_Wait]:
-    """Yield straggler waits of one step that are worth an arrow; the tick is the last one of the wait."""
     for rank, step in enumerate(row):
         for c in step.collectives:
             last = arrivals[c.key]
@@ -138,9 +137,9 @@ def _noticeable_waits(
 
 
 def _arrows(waits: Iterable[_Wait], tracks: Sequence[RankTracks]) -> tuple[list[Event], int]:
-    """Return flow events between nested slices, and how many had no slice to begin or to end in.
+    """Return flow events between nested slices, and the number of waits without slices at both ends.
 
-    They begin in what the late rank did just before it arrived: the stage, or the step where no stage ran.
+    An arrow starts in the stage of the late rank just before its arrival, or in its step if no stage ran.
     """
     events: list[Event] = []
     left_out = 0
@@ -155,7 +154,7 @@ def _arrows(waits: Iterable[_Wait], tracks: Sequence[RankTracks]) -> tuple[list[
 
 
 def _begin(late: RankTracks, tick: int) -> tuple[Thread, int] | None:
-    """Return a slice and a tick within it; a stage that ended noticeably before is not what the rank was late for."""
+    """Return the thread and tick where an arrow starts; a stage that ended noticeably earlier is no reason of the delay."""
     for thread, since in ((late.stages, NOTICEABLE * TICKS_PER_SECOND), (late.steps, 0)):
         slice_ = thread.at(tick)
         if slice_ and slice_.end > tick - since:
@@ -169,7 +168,7 @@ def _flow(phase: str, number: int, wait: _Wait, thread: Thread, tick: int) -> Ev
 
 
 class RankTracks:
-    """Steps, stages, waits, exchanges in the background and what Kineto saw of one rank; ``origin`` is where ticks begin."""
+    """The threads of one rank: steps, stages, waits, background exchanges and Kineto's. ``origin`` is the zero of the ticks."""
 
     def __init__(self, rank: int, origin: float, tids: Iterator[int]) -> None:
         self.process = Process(rank, f"rank {rank}", tids, order=rank + 1)
@@ -179,11 +178,11 @@ class RankTracks:
         self._background: list[Slice] = []
 
     def tick(self, seconds: float) -> int:
-        """Return the ticks from the beginning of the trace to a time on the rank's clock."""
+        """Return the tick of a time on the rank's clock."""
         return round((seconds - self._origin) * TICKS_PER_SECOND)
 
     def add_step(self, step: ResolvedStep, intervals: Iterable[Interval], arrivals: Mapping[str, Arrival] | None) -> None:
-        """Add a step; ``arrivals`` are the last ones at its exchanges, None if they are not known."""
+        """Add a step; ``arrivals`` has the last arrivals at its exchanges, None if unknown."""
         self.steps.slices.append(self._slice(step.start, step.end, f"step {step.index}", "step", {"samples": step.samples}))
         collectives = sorted(step.collectives, key=lambda c: c.start)
         for interval in intervals:
@@ -199,7 +198,7 @@ class RankTracks:
             self._background.append(self._slice(c.arrive, max(c.arrive, c.done), c.name, "background", _bytes(c) or None))
 
     def add_kineto_events(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Add slices and notes whose ``tid`` names the thread and whose times are seconds."""
+        """Add slices and notes, with the name of the thread as ``tid`` and times in seconds."""
         for event in events:
             thread, start = self.process.thread(event["tid"]), self.tick(event["ts"])
             if event["ph"] == "X":
@@ -209,14 +208,14 @@ class RankTracks:
                 self.notes.append({**event, **thread.place, "ts": start / 8})
 
     def nest_slices(self) -> None:
-        """Prepare the slices to be looked up and written, when all were added."""
+        """Nest the slices after all were added, so that they can be looked up and written."""
         for number, row in enumerate(rows_without_overlap(self._background), 1):
             self.process.thread(_BACKGROUND if number == 1 else f"{_BACKGROUND}, {number}").slices = row
         for thread in self.process.threads.values():
             thread.nest_slices()
 
     def events(self) -> Iterator[Event]:
-        """Yield all events but the metadata."""
+        """Yield all events except the metadata."""
         yield from self.notes
         for thread in self.process.threads.values():
             yield from thread.events()
@@ -226,7 +225,7 @@ class RankTracks:
 
 
 def _waited_for(wait: Interval, collectives: Sequence[ResolvedCollective]) -> ResolvedCollective:
-    """Return the collective that a rank waited for: of several, the one that began last, as steps are cut into intervals."""
+    """Return the collective that a rank waited for; of several, the one that began last, like ``intervals_of``."""
     began = bisect_right(collectives, wait.start, key=lambda c: c.start)
     return next(c for c in reversed(collectives[:began]) if c.end > wait.start)
 
@@ -245,7 +244,7 @@ def _bytes(collective: ResolvedCollective) -> dict[str, Any]:
 
 @dataclass
 class Slice:
-    """The work of a thread from tick ``start`` to tick ``end``."""
+    """A section of a thread from tick ``start`` to tick ``end``."""
 
     start: int
     end: int
@@ -256,7 +255,7 @@ class Slice:
 
 @dataclass
 class Thread:
-    """A thread of a process. Its slices nest after :meth:`nest_slices`."""
+    """A thread of a process."""
 
     pid: int
     tid: int
@@ -264,15 +263,15 @@ class Thread:
 
     @property
     def place(self) -> Event:
-        """The fields of an event that say it belongs here."""
+        """The fields that assign an event to this thread."""
         return {"pid": self.pid, "tid": self.tid}
 
     def nest_slices(self) -> None:
-        """Cut slices that others cross: readers drop one that begins inside another and ends after it."""
+        """Cut crossing slices, because readers drop a slice that starts inside another and ends after it."""
         self.slices = nested(self.slices)
 
     def at(self, tick: int) -> Slice | None:
-        """Return the slice that began last of those that began by ``tick``. It may have ended."""
+        """Return the latest slice that started by ``tick``. It may have ended."""
         began = bisect_right(self.slices, tick, key=lambda s: s.start)
         return self.slices[began - 1] if began else None
 
@@ -285,10 +284,10 @@ class Thread:
 
 @dataclass
 class Process:
-    """A named process, whose threads come to be when they are asked for.
+    """A named process, which creates its threads on request.
 
-    ``tids`` gives numbers unique in the trace: some readers look names of threads up by these alone. ``order`` is that of the
-    processes in the view.
+    ``tids`` gives numbers that are unique in the trace, because some readers identify threads by them alone. ``order`` is the
+    position of the process in the view.
     """
 
     pid: int
@@ -298,13 +297,13 @@ class Process:
     threads: dict[str, Thread] = field(default_factory=dict)
 
     def thread(self, name: str) -> Thread:
-        """Return the thread of that name; it is new the first time."""
+        """Return the thread of this name, and create it the first time."""
         if name not in self.threads:
             self.threads[name] = Thread(self.pid, next(self.tids))
         return self.threads[name]
 
     def metadata(self) -> Iterator[Event]:
-        """Yield names and order of the process, if it has threads, and of these, which are shown in the order of their ids."""
+        """Yield the names and the order of the process, if it has threads, and of its threads."""
         named = [("process", self.name, self.order, thread) for thread in [*self.threads.values()][:1]]
         named += [("thread", name, thread.tid, thread) for name, thread in self.threads.items()]
         for kind, name, order, thread in named:
@@ -313,7 +312,7 @@ class Process:
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return slices in the order they began, outer ones first; of two that cross, the earlier is cut where the later begins."""
+    """Return slices in the order of their starts, outer ones first. The earlier of two that cross is cut at the later start."""
     ordered: list[Slice] = []
     around: list[Slice] = []
     for s in sorted(slices, key=lambda s: (s.start, -s.end)):
@@ -327,7 +326,7 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def rows_without_overlap(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Return as few rows as needed so that no two slices of a row overlap."""
+    """Distribute slices over as few rows as possible without overlaps."""
     rows: list[list[Slice]] = []
     for s in sorted(slices, key=lambda s: (s.start, s.end)):
         row = next((row for row in rows if row[-1].end <= s.start), [])

@@ -1,4 +1,4 @@
-"""The verdict on a bubble report: the cause that costs most, the figures that say so, and what to do next."""
+"""The verdict on a bubble report: the most expensive cause, its figures, and the next step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 
 Document = Mapping[str, Any]
 Advise = Callable[[str, str, Document], "str | None"]
-"""Takes a cause, the exchange or section of host overhead it is about, and the document; returns what to do, or None."""
+"""Function from a cause, its exchange or section of host overhead, and the document to advice, or None."""
 PARTED = 0.03
-"""Predicted and measured imbalance agree unless they differ by more than this."""
+"""Largest difference between predicted and measured imbalance that counts as agreement."""
 WORTH_DOING = 1.03
-"""Speed-up that removing a cause must bring before the verdict names it."""
+"""Smallest speed-up without a cause for which the verdict names the cause."""
 _PADDED = 0.2
-"""Share of the computed tokens above which padding is named as a cause."""
+"""Share of the computed tokens above which padding is a cause."""
 _EXCEEDS = 1.03
-"""A gain so much above what the share alone would bring comes of waits that go with the cause."""
+"""Ratio of the gain to the gain by the share above which the cause also makes other ranks wait."""
 _WORTH_NAMING = 0.2
-"""Share of the largest section or cause below which another one is not named beside it."""
+"""Share of the largest section or cause below which another one is not named."""
 _FALLS_SHORT = 0.95
-"""A gain so much below what the share would bring is all that compute can hide."""
+"""Ratio of the gain to the gain by the share below which compute is too short to hide the exchange."""
 _BESIDE = 0.05
-"""An exchange hidden for less than this share of the wait for it moves its bytes while everybody waits."""
+"""Share of the wait below which the hidden time of an exchange is ignored, so that its rate can be stated."""
 _PAGE = "docs/how_to/read_the_report.md"
 _HOW = {
     "data loading": "#the-loader-is-late",
@@ -35,24 +35,24 @@ _HOW = {
     "padding": "#batches-are-padded",
     "idle device": "#the-gpu-waits-for-the-host",
 }
-"""The section of ``_PAGE`` with advice, by cause."""
+"""Sections of ``_PAGE`` with advice, by cause."""
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
-"""Causes of the parts that have a single one, whatever a replay would say."""
+"""Causes of the parts that have a single cause."""
 _ADVICE = {
-    "data loading": "Make batches in more worker processes; or less work for each sample",
+    "data loading": "Prepare batches in more worker processes, or reduce the work for each sample",
     "imbalance of data": "lightning_freescale.balance assigns samples so that ranks finish together",
     "slow hardware": "See what else runs on that device, or give it less work",
-    "uneven compute": "Look for other work on the machine, or for compute that does not depend on the history's length",
+    "uneven compute": "Check for other work on the machine, or for compute that does not depend on the length of the history",
     "embedding exchange": "Exchange rows while the model computes",
-    "dense communication": "Send gradients less often; a larger batch hides more",
-    "other communication": "ProfilerOptions(torch_profiler_steps=3) shows who calls it",
-    "host overhead": "Less work between the spans, or further spans that show what it is",
-    "padding": "Padding to the longest sample of the batch computes less padding; jagged attention computes none",
-    "idle device": "Fewer and larger kernels: a larger batch, operations on the whole batch instead of a loop over samples, or "
+    "dense communication": "Send gradients less often, or use a larger batch, which hides more",
+    "other communication": "ProfilerOptions(torch_profiler_steps=3) shows the caller",
+    "host overhead": "Reduce the work between the spans, or add spans that show what it is",
+    "padding": "Pad to the longest sample of the batch, or use jagged attention, which computes no padding",
+    "idle device": "Use fewer and larger kernels: a larger batch, operations on the whole batch and not on single samples, or "
     "torch.compile",
-    "nothing": "A faster device, a smaller model, or more samples per rank",
+    "nothing": "Use a faster device, a smaller model, or more samples per rank",
 }
-"""Advice for any loop, by cause."""
+"""Advice for any training loop, by cause."""
 
 
 class BubbleVerdict(NamedTuple):
@@ -61,13 +61,13 @@ class BubbleVerdict(NamedTuple):
     Attributes:
         cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
             ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
-            ``"padding"``, ``"idle device"`` (in compute), ``"waiting for peers"`` (not divided), ``"nothing"`` that would be
-            worth doing, or a part of the step if the run was not replayed.
-        speed_up: what the run would gain without it, by the replay; None if it was not replayed.
-        verdict: the cause, and what it costs, in a sentence.
-        why: the figures that say so.
-        next: what to set, or read.
-        also: the second largest cause and its advice, if that is worth doing, too.
+            ``"padding"``, ``"idle device"`` (in compute), ``"waiting for peers"`` (not divided), ``"nothing"`` if no cause is
+            relevant, or a part of the step if the run was not replayed.
+        speed_up: speed-up without the cause, by the replay; None without a replay.
+        verdict: sentence with the cause and its cost.
+        why: figures of the cause.
+        next: setting to change, or page to read.
+        also: second largest cause and its advice; None if it is not relevant.
     """
 
     cause: str
@@ -79,7 +79,7 @@ class BubbleVerdict(NamedTuple):
 
 
 class _Finding(NamedTuple):
-    """A cause with its figures, before there is advice on it; ``about`` is an exchange or a section of host overhead."""
+    """A cause with its figures but without advice. ``about`` is an exchange or a section of host overhead."""
 
     cause: str
     what: str
@@ -90,9 +90,9 @@ class _Finding(NamedTuple):
 
 
 def verdict_on(document: Document, advise: Advise | None = None) -> BubbleVerdict:
-    """Return the verdict on a document, whose series are not needed.
+    """Return the verdict on a document, with or without its series.
 
-    ``advise`` knows how the run was set up; where it returns None, the advice is that for any loop.
+    ``advise`` returns advice based on the settings of the run. If it returns None, the advice for any loop is used.
     """
     found, summary = _largest_cause(document, advise or (lambda *_: None)), document["summary"]
     predicted, measured = summary.get("predicted_imbalance"), summary["compute_imbalance"]
@@ -103,14 +103,14 @@ def verdict_on(document: Document, advise: Advise | None = None) -> BubbleVerdic
 
 
 def verdict_line(document: Document) -> str:
-    """Return the verdict in one line of a log; what ended a run before its time comes first."""
+    """Return the verdict as one line of a log, after the reason of an early end."""
     status, verdict = document["status"], document["verdict"]
     ended = "" if status["complete"] else f"INCOMPLETE: {status['reason']} "
     return f"{ended}Verdict: {verdict['verdict']} Why: {verdict['why']} Next: {verdict['next']}"
 
 
 def steps_of(document: Document) -> str | None:
-    """Return which steps were replayed, if these are not all of the report."""
+    """Return the replayed steps as text; None if these are all steps of the report."""
     replay, status = document.get("replay"), document["status"]
     if replay is None or replay["steps"] == status["steps"]:
         return None
@@ -128,7 +128,7 @@ def _largest_cause(document: Document, advise: Advise) -> BubbleVerdict:
     if starved := min(_idle_in_compute(document), 0.99):
         known["no idle device"] = 1 / (1 - starved)
     padded = padding["tokens"] * shares["compute"] if "no padding" in known else 0.0
-    # what a replay cannot judge is judged by its share
+    # a replay cannot judge undivided waits, so their share decides
     unknown = shares["wait"] if shares["wait"] > 1 - 1 / WORTH_DOING else 0.0
     if unknown > max(shares["data_wait"], shares["host_overhead"] + shares["unexplained"], padded):
         return _undivided(document)
@@ -143,18 +143,18 @@ def _largest_cause(document: Document, advise: Advise) -> BubbleVerdict:
 
 
 def _verdict(document: Document, case: str, gain: float, advise: Advise) -> BubbleVerdict:
-    """Put what was replayed without a cause into sentences, and add the advice on it."""
+    """Return the verdict on the cause of a replayed case."""
     if case == "no idle device":
         return _idle_device(document, gain)
     cause, what, share, why, detail, about = _FINDINGS[case](document, gain)
     if gain > _EXCEEDS / (1 - share) and document["run"]["world_size"] > 1:
-        why += " It also makes other ranks wait, and those waits would go with it."
+        why += " It also makes other ranks wait, and these waits would disappear with it."
     steps = steps_of(document)
     named = f"{what}, {share:.1%} of the time{f' in {steps}' if steps else ''}{', ' if detail else ''}{detail}"
     verdict = f"{named}: without it {'they' if steps else 'the run'} would be {gain:.2f}x as fast."
     advice = advise(cause, about, document) or _ADVICE[cause]
     if cause == "host overhead" and _has_no_data_spans(document):
-        advice = f"Iterate over batches_on(timeline, loader), which stamps waits for data. {advice}"
+        advice = f"Iterate over batches_on(timeline, loader), which records waits for data. {advice}"
     return BubbleVerdict(cause, gain, verdict, why, f"{advice} ({_PAGE}{_HOW[cause]}).")
 
 
@@ -178,7 +178,7 @@ def _nothing(document: Document, gains: Mapping[str, float], advise: Advise) -> 
     return BubbleVerdict(
         "nothing",
         best if gains else None,
-        f"Nothing worth doing{f' in {steps}' if steps else ''}: at most {best:.2f}x to gain from any one cause.",
+        f"No relevant cause{f' in {steps}' if steps else ''}: the largest gain from one cause is {best:.2f}x.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         f"as fast.{beside}",
         f"{advise('nothing', '', document) or _ADVICE['nothing']}.",
@@ -188,16 +188,16 @@ def _nothing(document: Document, gains: Mapping[str, float], advise: Advise) -> 
 def _not_replayed(document: Document) -> BubbleVerdict:
     shares = _shares_of(document)
     part = max(("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplained"), key=shares.__getitem__)
-    why = "the ranks waited for each other in no common order"
+    why = "the ranks waited for each other in contradicting orders"
     if not document["status"]["complete"]:
-        why = f"the run had not come to its end, or {why}"
+        why = f"the run ended early, or {why}"
     if not shares["compute"]:
-        why = "no compute was seen, neither forward nor backward nor optimizer"
+        why = "no compute was recorded (forward, backward or optimizer)"
     return BubbleVerdict(
         part.replace("_", " "),
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
-        f"The steps were not replayed, so what removing it would bring is not known: {why}.",
+        f"The steps were not replayed, so the gain without it is unknown: {why}.",
         f"See {_PAGE}{_HOW[_PARTS[part]] if part in _PARTS else ''}.",
     )
 
@@ -207,7 +207,7 @@ def _undivided(document: Document) -> BubbleVerdict:
     return BubbleVerdict(
         "waiting for peers",
         None,
-        f"Waiting for peers, {share:.1%} of the time: for stragglers or for bytes, which could not be told apart.",
+        f"Waiting for peers, {share:.1%} of the time: for stragglers or for transfers, which could not be distinguished.",
         f"{reason[:1].upper()}{reason[1:]}.",
         "See docs/report.md#waits-that-are-not-divided.",
     )
@@ -232,7 +232,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
     by_costs = split.get("method") == "cost model"
     largest = max(parts, key=parts.__getitem__)
     slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
-    if largest == "hardware" and parts["hardware"] > 0 and not slow:  # none clearly, but always the same ones
+    if largest == "hardware" and parts["hardware"] > 0 and not slow:  # no rank is clearly slow
         slow = dict([max(((rank["rank"], rank["score"]) for rank in document["ranks"]), key=lambda one: one[1])])
     explained = "what its samples explain" if by_costs else "as long as the others"
     named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
@@ -250,9 +250,9 @@ def _imbalance(document: Document, gain: float) -> _Finding:
         if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
             why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
         return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
-    why = "The ranks' compute differs from step to step; the profiler does not know what they work on."
+    why = "The ranks' compute differs from step to step, and the profiler does not know their samples."
     if by_costs:
-        why = f"{differ}, {_ms(parts['jitter'])} are explained neither by samples nor by ranks."
+        why = f"{differ}, neither samples nor ranks explain {_ms(parts['jitter'])}."
     return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
 
 
@@ -271,7 +271,7 @@ def _transfer(document: Document, gain: float) -> _Finding:
         why += "; there is too little compute to hide all of it"
     cause = _cause_of_exchange(name, run)
     if cause == "dense communication" and behind > moved and run.get("overlap") == "on":
-        # they share a link, and the last ones wait there for all the others
+        # both share a link, on which the last gradients wait for all earlier bytes
         cause = "embedding exchange"
         why += f", behind {_short(behind / 1e6)} MB of the embedding exchange on the same link"
     return _Finding(cause, "Transfer", share, f"{why}.", f"most of it of {name}", name)
@@ -281,7 +281,7 @@ def _cause_of_exchange(name: str, run: Document) -> str:
     of_shards = name.startswith(("all_gather", "reduce_scatter")) and not name.endswith("object")
     if name.startswith(("embedding rows", "embedding exchange")):
         return "embedding exchange"
-    # TorchRec's own exchanges have torch's names; where ours take their place, such a name is of the user's code
+    # TorchRec's own exchanges have torch's names. If this package replaces them, such a name belongs to the user's code
     sharded = run.get("overlap") in ("off", "impossible")
     unknown = run.get("overlap") is None and run.get("sharded_tables") is not False
     if (name.startswith("all_to_all") and (sharded or unknown)) or (of_shards and sharded):
@@ -298,7 +298,7 @@ def _host(document: Document, gain: float) -> _Finding:
     why = f"A rank spends {_ms(share * _step_seconds(document))} ms of a step outside forward, backward and optimizer"
     why = ": ".join([why, *[", ".join(named)][: bool(named)]]) + "."
     if _has_no_data_spans(document):
-        why += " No wait for data was stamped: it may be part of that."
+        why += " No wait for data was recorded, so it may be part of that."
     return _Finding("host overhead", "Host overhead", share, why, about=sections[0][0] if sections else "")
 
 
@@ -309,15 +309,15 @@ def _has_no_data_spans(document: Document) -> bool:
 
 def _padding(document: Document, gain: float) -> _Finding:
     tokens = document["summary"]["padding"]["tokens"]
-    why = "The gain is predicted: compute is taken to be proportional to the computed tokens."
+    why = "The gain is predicted for compute proportional to the computed tokens."
     share = tokens * _shares_of(document)["compute"]
     return _Finding("padding", f"Padding: {tokens:.0%} of the computed tokens", share, why)
 
 
 def _idle_in_compute(document: Document) -> float:
-    """Return the share of the time in which the devices ran nothing beyond what bubbles explain; 0 if that is unknown.
+    """Return the share of the time in which the devices were idle outside of bubbles; 0 if unknown.
 
-    The host that launches kernels is slower under torch.profiler, so this is an upper bound.
+    It is an upper bound, because torch.profiler slows down the host that launches kernels.
     """
     seen = [share for share in (document["device_idle"] or {"idle": []})["idle"] if share is not None]
     return max(0.0, sum(seen) / len(seen) - (1 - _shares_of(document)["compute"])) if seen else 0.0
@@ -330,11 +330,11 @@ _FINDINGS: Mapping[str, Callable[[Document, float], _Finding]] = {
     "no host overhead": _host,
     "no padding": _padding,
 }
-"""By what was replayed."""
+"""Findings by the name of the replayed case."""
 
 
 def _shares_of(document: Document) -> Mapping[str, float]:
-    """Return the shares of the steps that were replayed, as what-ifs are of these; of all steps where none were."""
+    """Return the shares of the replayed steps, like the what-ifs; of all steps without a replay."""
     return (document.get("replay") or document["summary"])["shares"]
 
 

@@ -222,9 +222,9 @@ def test_a_loop_that_stamps_no_data_is_told_that_it_may_wait_for_it() -> None:
         return verdict_on(report_of(row, run=run, what_if=gain).document())
 
     unseen, seen = verdict(), verdict(data_wait=0.001)
-    assert unseen.cause == "host overhead" and "stamped" in unseen.why
+    assert unseen.cause == "host overhead" and "was recorded" in unseen.why
     assert "batches_on(timeline, loader)" in unseen.next and "hooks" not in unseen.next
-    assert "stamped" not in seen.why and "batches_on" not in seen.next and "BubbleProfiler" not in seen.next
+    assert "was recorded" not in seen.why and "batches_on" not in seen.next and "BubbleProfiler" not in seen.next
 
 
 def test_one_rank_makes_no_other_wait() -> None:
@@ -286,7 +286,7 @@ def test_padding_has_its_way_out(kind: str, run: dict[str, str], advice: str) ->
 @pytest.mark.parametrize("plan", [_padded(None, None), _padded("batch, planned", 0.15), None])
 def test_jagged_batches_and_little_padding_are_no_cause(plan: PlannedBalance | None) -> None:
     verdict = _verdict({"no padding": 1.12}, balance=plan)
-    assert verdict.cause == "nothing" and "1.00x to gain" in verdict.verdict
+    assert verdict.cause == "nothing" and "one cause is 1.00x" in verdict.verdict
     assert ("15% of the computed tokens" in verdict.why) == (plan is not None and plan.padding is not None)
 
 
