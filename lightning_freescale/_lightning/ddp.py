@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
-from lightning_freescale.comm.faults.rank_notices import attempt_store, has_torchrun_store
+from lightning_freescale.comm.rank_notices import attempt_store, has_torchrun_store
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for one step at most. The default group also

@@ -17,7 +17,7 @@ from lightning_freescale.comm.collectives.auto_transport import ProofDevice, set
 from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
 from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWork, TransferWork, divide_to_whole
+from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWork, TransferWork
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
@@ -191,7 +191,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
         native = self._native("allreduce", tensors, *given, **kwargs)
-        work = FinishedWork(native, [first], partial(divide_to_whole, first, self.size()))
+        work = FinishedWork(native, [first], partial(first.div_, self.size(), rounding_mode="trunc"))
         opts.reduceOp = dist.ReduceOp.AVG
         if not opts.asyncOp:
             work.wait()

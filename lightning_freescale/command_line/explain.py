@@ -21,7 +21,7 @@ SECTIONS = {  # module or package, the more specific one first: heading in docs/
     "embeddings/": "Tables, plans and optimizers",
     "_torchrec": "Tables, plans and optimizers",
     "losses/": "Weights of sharded tables",
-    "comm/faults/": "Ranks that differ",
+    "comm/rank_notices": "Ranks that differ",
     "_runtime/": "Ranks that differ",
     "comm/": "Process groups",
     "testing": "Process groups",

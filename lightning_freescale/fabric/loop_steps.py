@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +153,7 @@ class LoopSteps:
                 f"model(...) was called between fabric.backward(loss) and optimizer.step(): {_TABLES}, so every backward "
                 "outside fabric.no_backward_sync(model) needs its optimizer.step(). Evaluate under torch.no_grad()"
             )
-        zeroed = self._waiting and self._dense.since_then == SinceThen.ZEROED
+        zeroed = self._waiting and self._dense.since_then == "zeroed"
         self._waiting = self._waiting and not zeroed
         batch, following = (None, UNKNOWN) if self.current is None else (self.current.batch, self.current.following)
         if self.current is None and self.step.looks_ahead and not self._warned:
@@ -172,12 +171,12 @@ class LoopSteps:
     def _refuse_other_dense_gradients(self) -> None:
         """Raise ValueError if the dense gradients were changed in a way that the tables' gradients cannot follow."""
         since = self._dense.since_then
-        if not self._waiting and since == SinceThen.SAME:
+        if not self._waiting and since == "same":
             raise ValueError(
                 "the dense gradients of the last optimizer.step() still exist, and those of the embedding tables do not: call "
                 "optimizer.zero_grad() after every optimizer.step()"
             )
-        if self._waiting and since in (SinceThen.ZEROED, SinceThen.CHANGED):
+        if self._waiting and since in ("zeroed", "changed"):
             raise ValueError(
                 "the accumulated dense gradients were changed, and the gradients of the embedding tables are on the ranks that "
                 "own the rows. Do not change them before optimizer.step(), or call optimizer.zero_grad() before model(...)"
@@ -212,14 +211,6 @@ class HandingLoader(LoaderWrapper):
             yield self._take(CurrentBatch(self._loader, batch, 1.0 if weight is None else float(weight(step))))
 
 
-class SinceThen(Enum):
-    """The change of gradients since they were noted."""
-
-    ZEROED = "zero_grad"
-    SAME = "nothing"
-    CHANGED = "written to, which may have set them to zero"
-
-
 class DenseGradients:
     """The identity and version of one dense gradient. Its values are not read, because the host would wait for the GPU."""
 
@@ -232,11 +223,11 @@ class DenseGradients:
         self._noted = None if found is None else (found[0], weakref.ref(found[1]), found[1]._version)
 
     @property
-    def since_then(self) -> SinceThen | None:
-        """The change since :meth:`note`; None if there were no gradients."""
+    def since_then(self) -> Literal["zeroed", "same", "changed"] | None:
+        """The change since :meth:`note`; None if there were no gradients. In-place zeros count as a change."""
         if self._noted is None:
             return None
         parameter, noted, version = self._noted
         if parameter.grad is None or parameter.grad is not noted():
-            return SinceThen.ZEROED
-        return SinceThen.SAME if parameter.grad._version == version else SinceThen.CHANGED
+            return "zeroed"
+        return "same" if parameter.grad._version == version else "changed"

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
-from lightning_freescale.comm.faults.rank_notices import RankNotices, notices_of_ranks
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.strategy.validation import refuse_several_optimizers, refuse_unequal_shapes
 from lightning_freescale.training.setup import refuse_shared_gpu
 

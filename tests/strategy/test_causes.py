@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale.comm.faults.rank_notices import notices_of_ranks
+from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 

@@ -115,8 +115,3 @@ class FinishedWork(CoalescedWork):
             if finish is not None:
                 finish()
         return self._results
-
-
-def divide_to_whole(tensor: Tensor, ranks: int) -> None:
-    """Divide a sum over ``ranks`` in place, and round toward zero."""
-    tensor.copy_(torch.div(tensor, ranks, rounding_mode="trunc"))

@@ -81,15 +81,11 @@ class DeviceStaging:
     def allocate(self, chunk: Tensor) -> Tensor:
         return self._acquire(self._incoming, len(chunk))
 
-    def copy_to_device(self, arrived: Tensor, chunk: Tensor) -> None:
-        """Begin to copy a received chunk from the memory of :meth:`allocate` to the device."""
-        self._begin_to_device(arrived, chunk, self._incoming)
-
     def copy_local(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy a chunk within the device through the host, because a copy within a device may be a kernel."""
         copy = self.copy_to_host(source)
         copy.wait()
-        self._begin_to_device(copy.memory, target, self._outgoing)
+        self.copy_to_device(copy.memory, target, self._outgoing)
 
     def synchronize(self) -> None:
         while self._to_device:
@@ -100,10 +96,11 @@ class DeviceStaging:
         self._to_host_stream.synchronize()
         self._to_device_stream.synchronize()
 
-    def _begin_to_device(self, memory: Tensor, chunk: Tensor, pool: PinnedPool) -> None:
+    def copy_to_device(self, memory: Tensor, chunk: Tensor, pool: PinnedPool | None = None) -> None:
+        """Begin to copy from the memory of :meth:`allocate`, or of another pool, to the device."""
         with self._api.stream(self._to_device_stream):
             chunk.copy_(memory[: len(chunk)], non_blocking=True)
-            self._to_device.append((self._to_device_stream.record_event(), memory, pool))
+            self._to_device.append((self._to_device_stream.record_event(), memory, pool or self._incoming))
 
     def _acquire(self, pool: PinnedPool, length: int) -> Tensor:
         while (memory := pool.acquire(length)) is None:
