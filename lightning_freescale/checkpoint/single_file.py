@@ -74,24 +74,19 @@ def take_place(new: Path, path: Path) -> None:
     if not path.is_dir() and not (new.is_dir() and path.exists()):
         os.replace(new, path)
         return
-    _exchange_names(new, path)
+    # a rename can only replace an empty folder. Linux exchanges two names in one step on most file systems. Elsewhere ``path``
+    # is missing for a moment; if the process ends then, it remains under the name of ``new`` with the suffix ``.old``
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = os.fsencode(new), os.fsencode(path)
+    if rename is None or rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+        away = new.with_name(f"{new.name}.old")
+        os.rename(path, away)
+        os.rename(new, path)
+        os.rename(away, new)
     if new.is_dir() and not new.is_symlink():
         shutil.rmtree(new, ignore_errors=True)
     else:
         new.unlink()
-
-
-def _exchange_names(new: Path, old: Path) -> None:
-    # a rename can only replace an empty folder. Linux exchanges two names in one step on most file systems. Elsewhere ``old``
-    # is missing for a moment; if the process ends then, it remains under the name of ``new`` with the suffix ``.old``
-    libc = ctypes.CDLL(None, use_errno=True)
-    rename = getattr(libc, "renameat2", None)
-    if rename is not None and rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE) == 0:
-        return
-    away = new.with_name(f"{new.name}.old")
-    os.rename(old, away)
-    os.rename(new, old)
-    os.rename(away, new)
 
 
 def sync_folder(folder: Path) -> None:

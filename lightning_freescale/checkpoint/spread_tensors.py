@@ -218,26 +218,24 @@ class DeferredTensors(Deferral):
 
     @override
     def fetch(self, number: int) -> Tensor:
-        self._send(number)
+        self._broadcast(number)
         whole = self._sources[number].gather(self._tensors[number].key)
         assert whole is not None
         return whole
 
     def finish(self, failed: bool) -> None:
         """Signal the other ranks that rank 0 needs no more values."""
-        self._send(_FAILED if failed else _DONE)
+        self._broadcast(_FAILED if failed else _DONE)
 
     def serve(self) -> None:
         """Send the values that rank 0 requests until it calls :meth:`finish`; raise a RuntimeError if it has failed."""
-        while (number := self._receive()) >= 0:
+        while (number := self._broadcast(0)) >= 0:
             self._sources[number].gather(self._tensors[number].key)
         if number == _FAILED:
             raise RuntimeError("rank 0 could not write the checkpoint. See the error on rank 0 for the reason.")
 
-    def _send(self, number: int) -> None:
-        dist.broadcast(torch.tensor([number], device=self._device), src=0)
-
-    def _receive(self) -> int:
-        number = torch.empty(1, dtype=torch.int64, device=self._device)
-        dist.broadcast(number, src=0)
-        return int(number)
+    def _broadcast(self, number: int) -> int:
+        """Return the number that rank 0 passes."""
+        message = torch.tensor([number], device=self._device)
+        dist.broadcast(message, src=0)
+        return int(message)

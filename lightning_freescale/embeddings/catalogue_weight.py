@@ -65,10 +65,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        flat = tree_leaves((args, kwargs))
+        flat = [] if func in _METADATA else tree_leaves((args, kwargs))
         for kind in (CatalogueLogits, CatalogueWeight):  # logits support more functions than weights
             found = next((each for each in flat if isinstance(each, kind)), None)
             if found is not None:
