@@ -3,6 +3,7 @@
 import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from logging import getLogger
 
 import torch
 
@@ -13,7 +14,11 @@ FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0"), "2.14": ("2.14.1", "1.9.0", "1.
 def require_torchrec() -> None:
     """Import TorchRec, or raise an ImportError with the commands to install it."""
     try:
-        import_module("torchrec")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+            import_module("torchrec.modules.hash_mc_modules")  # imports all of TorchRec that this package needs
+        # each KeyedJaggedTensor calls torch's deprecated function, which no user can change
+        getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing will" not in str(record.msg))
     # OSError: a library is missing or built for another torch. AttributeError, RuntimeError: operators have another release.
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         cause = error.__cause__ or error  # FBGEMM's error names its library; the cause names the missing dependency

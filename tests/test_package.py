@@ -248,3 +248,14 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
         "lightning.pytorch.callbacks_factory": {"freescale": f"{module}:callbacks_of_run"},
         "pytorch_lightning.callbacks_factory": {"freescale": f"{module}:refuse_other_trainer"},
     }
+
+
+@pytest.mark.slow
+def test_the_import_of_torchrec_prints_no_deprecation() -> None:
+    code = """
+import lightning_freescale.embeddings, torch
+from torchrec import KeyedJaggedTensor
+KeyedJaggedTensor(keys=["a"], values=torch.ones(1, dtype=torch.long), lengths=torch.ones(1, dtype=torch.long))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (0, "")
