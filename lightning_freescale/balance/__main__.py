@@ -32,7 +32,8 @@ _EXAMPLE = "python -m lightning_freescale.balance simulate --lengths lengths.txt
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m lightning_freescale.balance") -> None:
     """Run the command line; exit with 2 and a message on an error. ``program`` is the name of the program in messages."""
-    parser = new_parser(program)
+    parser = argparse.ArgumentParser(program, description=__doc__)
+    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND"))
     options = parser.parse_args(arguments)
     if options.command is None:
         parser.print_help()
@@ -151,13 +152,6 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
             "padding. Pass --padded too, or leave it out."
         )
     return {"assignment_mode": mode, **({"padded": True} if options.padded else {})}
-
-
-def new_parser(program: str) -> argparse.ArgumentParser:
-    """Return the parser of the program."""
-    parser = argparse.ArgumentParser(program, description=__doc__)
-    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND"))
-    return parser
 
 
 def add_commands(commands: Any) -> None:

@@ -86,7 +86,7 @@ class BudgetSteps:
         steps, self._ranks_of_largest = self._fewest_steps(self._sizes, "BalancedSampler")
         self._whole = Cut(0, 0, steps)
         self.full_epoch = self._edges(self._whole)
-        self._resumed = (0, [self._whole], 0, self._ranks_of_largest)
+        self._resumed = (0, [self._whole], self._ranks_of_largest)
 
     @property
     def fill(self) -> float:
@@ -101,13 +101,9 @@ class BudgetSteps:
         """Return the boundaries of the steps, ``steps + 1`` positions; those before the last cut are equal to it."""
         return self._edges(self.cuts(epoch)[-1])
 
-    def first_step(self, epoch: int) -> int:
-        """Return the first step of an epoch."""
-        return self._resumed[2] if epoch == self._resumed[0] else 0
-
     def ranks_within_budget(self, epoch: int, samples: Ints) -> Ints:
         """Return a rank for each sample of a step so that no rank is above the budget, shape ``[samples]``."""
-        known = self._resumed[3] if epoch == self._resumed[0] else self._ranks_of_largest
+        known = self._resumed[2] if epoch == self._resumed[0] else self._ranks_of_largest
         rank_of_sample = np.empty(len(samples), dtype=np.int64)
         rank_of_sample[dearest_first(self._sizes[samples])] = known[: len(samples)]
         return rank_of_sample
@@ -127,7 +123,7 @@ class BudgetSteps:
                 left = self._sizes[order[samples:]]
                 steps, ranks_of_largest = self._fewest_steps(left, f"the rest of epoch {epoch}")
                 made.append(Cut(batches, samples, steps))
-        self._resumed = (epoch, made, batches, ranks_of_largest)
+        self._resumed = (epoch, made, ranks_of_largest)
 
     def deal(self, drawn: Ints, cuts: list[Cut]) -> Ints:
         """Return the samples of an epoch, step by step, shape ``[samples]``; the samples of a step are in drawn order."""

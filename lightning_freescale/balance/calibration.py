@@ -115,12 +115,8 @@ def imbalance_by_true_costs(
 ) -> float:
     """Return the imbalance, by true costs, of steps planned by other costs.
 
-    Args:
-        batches: For each step, the costs to assign by and the true costs in seconds, shape ``[samples]`` each.
-        base: Seconds of a rank's step that do not depend on its samples.
-        ranks: Number of ranks.
-        options: Options of :func:`assign`.
-        slowness: Time of each rank / time that its samples explain, shape ``[ranks]`` or a number.
+    ``batches`` holds, for each step, the costs to assign by and the true costs in seconds, shape ``[samples]`` each. ``base``
+    and ``slowness`` are those of :class:`CostFit`, ``options`` those of :func:`assign`.
     """
     longest = total = 0.0
     for planned, true in batches:
@@ -136,20 +132,12 @@ def imbalance_by_true_costs(
 
 @dataclass(frozen=True)
 class ReportFit:
-    """A cost model fitted to a profiler's report.
-
-    Attributes:
-        fit: The fit to the compute times of each rank and step.
-        steps, ranks: Number of steps and of ranks.
-        predicted: Imbalance of compute by the costs that the run was planned by; None if unknown.
-        by_fit: Imbalance of compute by the fit.
-        measured: Measured imbalance of compute.
-    """
+    """A cost model fitted to a profiler's report, and the imbalance of compute."""
 
     fit: CostFit
     steps: int
     ranks: int
-    predicted: float | None
+    predicted: float | None  # by the costs that the run was planned by; None if unknown
     by_fit: float
     measured: float
 

@@ -201,14 +201,9 @@ def advise_on(
     setting: dict[str, Any],
     lengths: Floats | None = None,
 ) -> str | None:
-    """Return the text of :func:`advise` for steps that are already drawn.
+    """Return the text of :func:`advise` for steps that are already drawn, with ``setting`` as arguments of :func:`draw_steps`.
 
-    Args:
-        report: Report of the assignment in use.
-        predicted: Report of these steps.
-        plans: The steps.
-        setting: The arguments of :func:`draw_steps` for these steps.
-        lengths: See :func:`advise`.
+    ``predicted`` is the report of these steps.
     """
     if report.lower_bound <= ACCEPTABLE_IMBALANCE:
         return None

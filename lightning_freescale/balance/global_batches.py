@@ -112,7 +112,7 @@ class _Boundaries:
         self._samples, self._per_step = samples, batch_size * ranks
         self._ranks, self._drop_last = ranks, drop_last
         self.full_epoch = self._cut(0)
-        self._resumed: tuple[int, list[int], int] = (0, self.full_epoch, 0)
+        self._resumed = (0, self.full_epoch)
         if len(self.full_epoch) == 1:
             raise ValueError(
                 f"drop_last=True leaves no step, because {samples} samples are fewer than batch_size={batch_size} x {ranks} "
@@ -122,13 +122,10 @@ class _Boundaries:
     def for_epoch(self, epoch: int) -> list[int]:
         return self._resumed[1] if epoch == self._resumed[0] else self.full_epoch
 
-    def first_step(self, epoch: int) -> int:
-        return self._resumed[2] if epoch == self._resumed[0] else 0
-
     def resume(self, epoch: int, batches: int, samples: int | None) -> None:
         """Resume ``epoch`` after ``batches`` steps of ``samples`` samples in all."""
         if samples is None or self.full_epoch[: batches + 1][-1] == samples:
-            self._resumed = (epoch, self.full_epoch, batches)
+            self._resumed = (epoch, self.full_epoch)
             return
         left = self._samples - samples
         if 0 < left < self._ranks and not self._drop_last:
@@ -136,7 +133,7 @@ class _Boundaries:
                 f"{left} samples are left of epoch {epoch}, fewer than the {self._ranks} ranks. Resume on at most {left} "
                 "ranks, or from a checkpoint made at the end of an epoch."
             )
-        self._resumed = (epoch, [samples] * batches + self._cut(samples), batches)
+        self._resumed = (epoch, [samples] * batches + self._cut(samples))
 
     def _cut(self, start: int) -> list[int]:
         edges = list(range(start, self._samples + 1, self._per_step))
@@ -168,6 +165,7 @@ class GlobalBatches:
             self._steps = BudgetSteps(settings.batch_size, settings.ranks)
         else:
             self._steps = _Boundaries(samples, settings.batch_size, settings.ranks, settings.drop_last)
+        self._resumed = (0, 0)  # epoch and its first step
         self._interrupted = (0, 0, 0)  # epoch, first step and number of steps of the window that an earlier run began
         self._drawn: tuple[int, Ints] | None = None  # an epoch and its samples, step by step
         self._windows: dict[tuple[int, int], list[Ints]] = {}
@@ -191,7 +189,7 @@ class GlobalBatches:
             self._steps.resume(epoch, batches, self._draw_order(epoch), cuts)
         else:
             self._steps.resume(epoch, batches, samples)
-        self._interrupted = (0, 0, 0)
+        self._resumed, self._interrupted = (epoch, batches), (0, 0, 0)
         begun, steps = self.begun_window(epoch, batches) if window is None else window
         self._interrupted = (epoch, begun, steps)
         self._forget()
@@ -205,7 +203,7 @@ class GlobalBatches:
 
     def first_step(self, epoch: int) -> int:
         """Return the first step of an epoch: 0 unless it was resumed."""
-        return self._steps.first_step(epoch)
+        return self._resumed[1] if epoch == self._resumed[0] else 0
 
     def end(self, epoch: int) -> int:
         """Return the number of steps of an epoch, including those before a :meth:`resume`."""
@@ -273,7 +271,7 @@ class GlobalBatches:
             first = max(first, begun + interrupted)
         full, edges = settings.batch_size * settings.ranks, self._steps.for_epoch(epoch)
         steps = len(edges) - 1
-        # a window that the limit ends early keeps its own samples; sharing would compute the most expensive ones alone
+        # steps beyond the limit do not share; otherwise, the trained steps of a window would get its most expensive samples
         last = min(settings.limit, steps) if isinstance(settings.limit, int) else int(settings.limit * steps)
         shared = [each for each in range(first, min(end, last)) if edges[each + 1] - edges[each] == full]
         return range(shared[0], shared[-1] + 1) if step in shared else range(step, step + 1)

@@ -50,19 +50,16 @@ def cut(
     """Return a rank's samples of a step as micro-batches of nearly equal cost, the most expensive micro-batch first.
 
     Micro-batches that the ranks compute at the same time then cost about the same. Each has a sample with a weight, because
-    the mean loss over samples without targets is not a number.
+    the mean loss over samples without targets is not a number. With ``padded``, each micro-batch is padded to its longest
+    sample, and samples of similar cost form a micro-batch.
 
     Args:
-        samples: A list or another sequence.
+        samples: A sequence of samples.
         parts: Number of micro-batches, at most :func:`most_parts`.
         costs: Costs of the samples, shape ``[samples]``.
         weights: Weight of each sample in the loss, shape ``[samples]``. If all are 0, all samples count alike.
-        loss_is_sum: True if the loss is a sum over samples instead of a mean.
-        padded: True if each micro-batch is padded to its longest sample. Samples of similar cost then form a micro-batch, so
-            that the total cost is minimal.
-
-    Raises:
-        ValueError: Fewer than ``parts`` samples have a weight.
+        loss_is_sum: See :class:`MicroBatches`.
+        padded: True if batches are padded.
     """
     weighed = _weighed(weights)
     part_of_sample = _parts(costs, parts, padded)
@@ -121,7 +118,8 @@ class Turns(Generic[Candidate]):
 
     def candidate(self, epoch: int, step: int) -> Candidate:
         """Return the candidate of a step."""
-        _, candidates = self._phase(epoch, step)
+        phases = (candidates for start, candidates in reversed(self._phases) if start <= (epoch, step))
+        candidates = next(phases, self._phases[0][1])
         return candidates[_turn(epoch, step, len(candidates))]
 
     def measured(self, epoch: int, step: int) -> int | None:
@@ -138,9 +136,6 @@ class Turns(Generic[Candidate]):
     def last(self) -> tuple[Candidate, ...]:
         """The candidates since the last change."""
         return self._phases[-1][1]
-
-    def _phase(self, epoch: int, step: int) -> tuple[tuple[int, int], tuple[Candidate, ...]]:
-        return next((phase for phase in reversed(self._phases) if phase[0] <= (epoch, step)), self._phases[0])
 
 
 def _turn(epoch: int, step: int, candidates: int) -> int:

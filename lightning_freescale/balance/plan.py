@@ -40,25 +40,15 @@ class PlanArguments:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The assignment of a step's samples to the ranks, and its effect.
+    """The assignment of a step's samples to the ranks, and its effect."""
 
-    Attributes:
-        samples: Indices into the data set in drawn order, shape ``[samples]``.
-        costs: Costs of these samples, shape ``[samples]``.
-        ranks: Number of ranks.
-        balanced: True to assign by cost; False for a contiguous split of the drawn order.
-        options: Keyword arguments of :func:`assign` for these samples.
-        base: Time of a rank besides its samples, in the unit of the costs. Only ``balance`` includes it.
-        drawn: The steps that share their samples with this one, as drawn; None if the step has the samples it was drawn with.
-    """
-
-    samples: Ints
-    costs: Floats
+    samples: Ints  # indices into the data set in drawn order, shape [samples]
+    costs: Floats  # of these samples, shape [samples]
     ranks: int
-    balanced: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-    base: float = 0.0
-    drawn: DrawnWindow | None = None
+    balanced: bool = True  # False for a contiguous split of the drawn order
+    options: dict[str, Any] = field(default_factory=dict)  # of assign, for these samples
+    base: float = 0.0  # time of a rank besides its samples, in the unit of the costs; only ``balance`` includes it
+    drawn: DrawnWindow | None = None  # the steps that share samples with this one, as drawn; None if it shares none
 
     @property
     def padded(self) -> bool:

@@ -138,7 +138,7 @@ class BalanceSums:
     def add_step(self, step: StepBalance) -> None:
         """Add a step."""
         row = [getattr(step, name) for name in _MEANS]
-        self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes nan
+        self._sums += np.array([*row, step.dominated, 1], dtype=np.float64) * [[step.cost], [1.0]]  # None becomes NaN
         if step.tokens_fullest is not None:
             self._fullest = max(step.tokens_fullest, self._fullest or 0.0)
 

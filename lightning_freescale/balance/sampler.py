@@ -374,13 +374,7 @@ def is_exploration_step(step: int) -> bool:
 
 
 def rank_loss_weight(weights: Sequence[float], rank: int, total: float | None = None) -> float:
-    """Return ``weights[rank] * world_size / total``; 1 if the total is 0.
-
-    Args:
-        weights: Weights of the ranks in a step.
-        rank: Rank of the factor.
-        total: Global weight; the sum of ``weights`` by default.
-    """
+    """Return ``weights[rank] * world_size / total``, 1 if the total is 0; by default, the total is the sum of the weights."""
     total = sum(weights) if total is None else total
     return float(weights[rank] * len(weights) / total) if total else 1.0
 

@@ -121,28 +121,18 @@ def _from_array(path: Path) -> Floats:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The figures for one number of ranks. All but ``planning_ms`` are predicted.
-
-    Attributes:
-        ranks: Number of ranks.
-        samples_per_step: Maximum number of samples of a step on all ranks.
-        unbalanced, balanced, lower_bound, dominated, padding, padding_unbalanced: See :class:`BalanceReport`.
-        zigzag: Imbalance of FreeScale's zig-zag (arXiv 2604.24073); None with a budget or padding.
-        planning_ms: Measured median time to assign one global batch, in milliseconds.
-        advice: Text of :func:`lightning_freescale.balance.advise`; None if no advice is needed.
-        fill: Share of the budget that an epoch uses; None without a budget.
-    """
+    """The predicted figures for one number of ranks. Names as in :class:`BalanceReport` have the same meaning."""
 
     ranks: int
-    samples_per_step: int
+    samples_per_step: int  # maximum, on all ranks
     unbalanced: float
-    zigzag: float | None
+    zigzag: float | None  # imbalance of FreeScale's zig-zag (arXiv 2604.24073); None with a budget or padding
     balanced: float
     lower_bound: float
     dominated: float
-    planning_ms: float
+    planning_ms: float  # measured median time to assign one global batch
     advice: str | None
-    fill: float | None = None
+    fill: float | None = None  # share of the budget that an epoch uses; None without a budget
     padding: float | None = None
     padding_unbalanced: float | None = None
 

@@ -21,12 +21,7 @@ def share_window(costs: Floats, batches: int, ranks: int) -> Ints:
     The ranks wait for each other in every micro-batch. So a window takes the sum of the times of the slowest ranks. Samples
     that cost more than a rank's fair share of a micro-batch go to the same micro-batch, one to each rank. The other samples of
     that micro-batch are as expensive as its time allows. The remaining samples cost the same in all other micro-batches. The
-    division does not change the gradient of the window.
-
-    Args:
-        costs: Costs of the samples, shape ``[samples]``.
-        batches: Number of micro-batches, which divides the number of samples.
-        ranks: Number of ranks, with equal counts in each micro-batch.
+    division does not change the gradient of the window. ``batches * ranks`` divides the number of samples.
     """
     cost = to_integers(costs, ranks * batches)
     each = len(cost) // (ranks * batches)
@@ -54,12 +49,6 @@ def window_bound(costs: Floats, batches: int, ranks: int, assignment_mode: Assig
 
     A window takes at least the time of one step with all its samples. It also takes at least the time of its most expensive
     sample, with the cheapest samples that must be beside it, plus that of the cheapest samples in all other micro-batches.
-
-    Args:
-        costs: Costs of the samples, shape ``[samples]``.
-        batches: Number of micro-batches, which divides the number of samples.
-        ranks: Number of ranks.
-        assignment_mode: Mode of :func:`assign`.
     """
     bound, _ = assignment_bound(costs, ranks, assignment_mode=assignment_mode)
     if not costs.any():

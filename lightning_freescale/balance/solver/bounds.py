@@ -25,23 +25,15 @@ class Problem:
     """Samples to assign to equally fast ranks, the most expensive first.
 
     All numbers are whole, so that sums do not depend on their order and every machine finds the same plan.
-
-    Attributes:
-        cost: Cost of each sample, at least 1, shape ``[samples]``. A rank without a sample always has the least load.
-        ranks: Number of ranks that share the samples.
-        tokens: Tokens of each sample, shape ``[samples]``; None if tokens are not limited.
-        min_samples, max_samples: Limits on the number of samples of a rank.
-        ranks_at_max: Number of ranks that may have ``max_samples``. The others may have one sample less.
-        max_tokens: Maximum number of tokens of a rank.
     """
 
-    cost: Ints
+    cost: Ints  # at least 1, so that a rank without a sample always has the least load; shape [samples]
     ranks: int
-    tokens: Ints | None
-    min_samples: int
-    max_samples: int
-    ranks_at_max: int
-    max_tokens: int
+    tokens: Ints | None  # shape [samples]; None if tokens are not limited
+    min_samples: int  # of a rank
+    max_samples: int  # of a rank
+    ranks_at_max: int  # number of ranks that may have max_samples; the others may have one sample less
+    max_tokens: int  # of a rank
 
     @cached_property
     def ideal_load(self) -> float:
@@ -102,16 +94,10 @@ def to_integers(cost: NDArray[np.float64], ranks: int) -> Ints:
 
 @dataclass(frozen=True)
 class Block:
-    """The ranks whose mean load cannot be below the bound, with the samples that they share.
+    """The ranks whose mean load cannot be below the bound, with the samples that they share."""
 
-    Attributes:
-        samples: Sorted indices of these samples.
-        others: Sorted indices of all other samples.
-        ranks: Number of these ranks.
-    """
-
-    samples: Ints
-    others: Ints
+    samples: Ints  # sorted indices of these samples
+    others: Ints  # sorted indices of all other samples
     ranks: int
 
 

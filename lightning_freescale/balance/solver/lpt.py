@@ -90,7 +90,7 @@ def _heap(key: Ints, cost: Ints, number: int, free: Ints, at_max: int, placed: I
     heap, left, chosen = key.tolist(), free.tolist(), [0] * len(cost)
     for sample, each in enumerate(cost.tolist()):
         while at_max == 0 and left[heap[0] & number] == 0:
-            heapq.heappop(heap)  # full for good
+            heapq.heappop(heap)  # this rank is full
         rank = chosen[sample] = heap[0] & number
         if left[rank]:
             left[rank] -= 1

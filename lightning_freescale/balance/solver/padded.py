@@ -24,17 +24,11 @@ _CLOSE = 4096
 
 @dataclass(frozen=True)
 class PaddedPlan:
-    """A plan of runs, which are neighbours among the samples sorted by cost.
+    """A plan of runs, which are neighbours among the samples sorted by cost."""
 
-    Attributes:
-        rank_of_sample: Rank of each sample, shape ``[samples]``.
-        part_of_sample: Index of each sample's part within its rank, shape ``[samples]``.
-        bound: Lower bound on the load of the slowest rank, in the units of :attr:`Problem.cost`.
-    """
-
-    rank_of_sample: Ints
-    part_of_sample: Ints
-    bound: float
+    rank_of_sample: Ints  # shape [samples]
+    part_of_sample: Ints  # index of each sample's part within its rank, shape [samples]
+    bound: float  # lower bound on the load of the slowest rank, in the unit of Problem.cost
 
 
 def padded_loads(cost: NDArray[Any], rank_of_sample: Ints, part_of_sample: Ints | None, ranks: int) -> NDArray[Any]:
@@ -73,7 +67,7 @@ def padded_search(problem: Problem, parts: int = 1) -> PaddedPlan | None:
     ends, least = _least(costs.tolist(), most.tolist(), ranks * parts)
     if ends is None:
         return None
-    # costs were rounded up, each by less than one
+    # costs were rounded up, each by at most one
     bound = float(least - bool(shift) * samples) * 2.0**shift
     if parts == 1:
         return _plan(problem, ends, parts, max(bound, problem.ideal_load))
