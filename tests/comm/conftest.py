@@ -1,4 +1,4 @@
-"""Fixtures of the backend's tests."""
+"""Fixtures for the tests of the process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.fake_gpu import end_streams
 
 @pytest.fixture
 def survivors(patient: None, tmp_path: Path) -> Callable[..., dict[int, Any]]:
-    """Runs a function on several ranks, of which some may die, and returns what the others returned, by rank."""
+    """A runner of a function on several ranks, some of which may die. It returns the results of the others by rank."""
 
     def run(fn: Callable[..., Any], size: int, *args: Any) -> dict[int, Any]:
         def told() -> None:
@@ -35,6 +35,6 @@ def survivors(patient: None, tmp_path: Path) -> Callable[..., dict[int, Any]]:
 
 @pytest.fixture(autouse=True)
 def streams_ended() -> Iterator[None]:
-    """Let the threads of all fake streams end with the test."""
+    """End the threads of all fake streams after the test."""
     yield
     end_streams()

@@ -1,4 +1,4 @@
-"""Attempts that torchrun lends the same store to do not take what an earlier one has left for their own."""
+"""Attempts that share the store of torchrun do not read the entries of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_freescale.testing import RankFailed, run_distributed
 
 
 def _meet(port: int, attempt: int, late: int | None) -> tuple[str, float]:
-    """Return what rank 0 has written in this attempt, and the sum over all ranks."""
+    """Return the value that rank 0 has written in this attempt, and the sum over all ranks."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == late:
         time.sleep(1.2)
@@ -33,7 +33,7 @@ def _meet(port: int, attempt: int, late: int | None) -> tuple[str, float]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where a store listens, in another process: a rank forked from the store's could wait for a lock of the resolver."""
+    """The port of a store in another process. A rank forked from the store's process could wait for a lock of the resolver."""
     here, there = mp.get_context("fork").Pipe()
     process = mp.get_context("fork").Process(target=_lend_store, args=(there,))
     process.start()
@@ -49,7 +49,7 @@ def _lend_store(end: Connection) -> None:
 
 
 def test_an_attempt_has_a_store_of_its_own(port: int) -> None:
-    """Also where rank 0, or another, comes when the others have found what the attempt before has left."""
+    """Check also that a late rank works if the others have already read the entries of the previous attempt."""
     for attempt, late in enumerate((None, 0, 2)):
         assert run_distributed(_meet, 3, port, attempt, late, init=False) == [(str(attempt), 3.0)] * 3
 

@@ -1,4 +1,4 @@
-"""An "auto" lane tries what it may take: real lanes over gloo, with CPU tensors in the place of those on a GPU."""
+"""An "auto" lane tries its candidates: real lanes over gloo, with CPU tensors instead of CUDA tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class _SlowNative(auto_transport.Proof):
-    """torch's own backend takes 20 s longer than measured."""
+    """A stand-in for a GPU on which torch's own backend takes 20 s longer."""
 
     def _measure(self) -> dict[str, float]:
         milliseconds = super()._measure()
@@ -42,7 +42,7 @@ def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow
 
 
 def _on_trial(trouble: Callable[[Any], object]) -> None:
-    """Lanes on trial have trouble on this rank, with every transfer that they have moved."""
+    """Call ``trouble`` on this rank after every transfer of a lane on trial."""
     start = HostTransport.start_transfer
 
     def troubled(host: HostTransport, transfer: Any, ranks: Any = None) -> Any:
@@ -68,7 +68,7 @@ def _raise(transfer: Any) -> None:
 
 
 def test_what_wins_is_taken_and_told_once_and_what_cannot_be_set_up_is_not_taken() -> None:
-    """Here "peer" cannot, which needs a GPU."""
+    """Check that the failure of "peer", which needs a GPU, is logged."""
 
     def run() -> Any:
         told, group = messages_of("lightning_freescale"), make_group(chunk_bytes=1000)
@@ -104,7 +104,7 @@ def test_the_verdict_is_kept_for_the_same_ranks_and_sizes_and_left_where_it_cann
         auto_transport._prove = lambda *args: proofs.append(1) or prove(*args)
         told, groups = messages_of("lightning_freescale"), [make_group(chunk_bytes=size) for size in (1000, 1000, 2000, 1000)]
         took = [_settled(group) for group in groups[:3]]
-        if dist.get_rank() == 1:  # it has forgotten: so all measure again
+        if dist.get_rank() == 1:  # this rank has no verdict, so all measure again
             auto_transport._verdicts.clear()
         took.append(_settled(groups[3]))
         lines, later = len(told), make_group(chunk_bytes=1000)
@@ -122,7 +122,7 @@ def test_the_verdict_is_kept_for_the_same_ranks_and_sizes_and_left_where_it_cann
 
 
 def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
-    """While the group is made, torch does not see an NCCL in it that is connected already; later it does."""
+    """Check that torch sees a connected NCCL only after the group has been created."""
 
     def run() -> Any:
         pretend_cuda(f"gpu {dist.get_rank()}", visible=1)

@@ -1,4 +1,4 @@
-"""Exchanges whose ranks have agreed by themselves, and those of bytes, bring what was sent, whatever else the lane does."""
+"""Exchanges without a handshake, and exchanges of bytes, deliver the sent data beside all other collectives of the lane."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.helpers.comm_groups import TIMEOUT, everyone_sends, make_group, nothi
 UNTOUCHED, SHORT_BYTES = 77, 64 * 1024
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.bool)
 Matrix = list[list[int]]
-"""Elements by sender and receiver."""
+"""The numbers of elements by sender and receiver."""
 
 
 def _draw(size: int, short: int, draw: torch.Generator) -> tuple[Matrix, Matrix]:
-    """Draw parts and slots of all ranks: nothing, little, about what fits into one message, a lot; some slots are longer."""
+    """Draw parts and slots of all ranks: empty, small, about one message, large. Some slots are longer than the parts."""
 
     def pick(*of: int) -> int:
         return of[int(torch.randint(len(of), (), generator=draw))]
@@ -37,7 +37,7 @@ def _draw(size: int, short: int, draw: torch.Generator) -> tuple[Matrix, Matrix]
             for source, target in ((one, other), (other, one)):
                 parts[source][target] = pick(0, 1, 5, 300, short - 1, short, short + 1, 3 * short + 7)
                 slots[source][target] = parts[source][target] + pick(0, 0, 1, 90, 2 * short)
-            for source, target in ((one, other), (other, one)):  # a rank that has nothing to give has a slot
+            for source, target in ((one, other), (other, one)):  # a rank without a part has a slot
                 if not parts[source][target] and not slots[target][source]:
                     slots[target][source] = 1
     return parts, slots
@@ -49,7 +49,7 @@ def _content(length: int, *key: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _one(group: Any, number: int, draw: torch.Generator, with_sizes: bool = False) -> bool:
-    """Whether an exchange of random sizes filled all slots as it should, and no more of them."""
+    """Return True if an exchange of random sizes filled all slots correctly and changed no other memory."""
     rank, size = group.rank(), group.size()
     dtype = DTYPES[number % len(DTYPES)]
     parts, slots = _draw(size, SHORT_BYTES // dtype.itemsize, draw)
@@ -70,13 +70,13 @@ def _one(group: Any, number: int, draw: torch.Generator, with_sizes: bool = Fals
 
 
 def _random(options: dict[str, Any], count: int) -> list[bool]:
-    """Exchange with other collectives of the group in between, of which some are still in flight."""
-    eager_exchange._SHORT_BYTES = SHORT_BYTES  # less to move than with the real one
+    """Exchange with other collectives of the group in between. Some of them are still in flight."""
+    eager_exchange._SHORT_BYTES = SHORT_BYTES  # smaller than the real limit
     with nothing_left():
         group, draw = make_group(**options), torch.Generator().manual_seed(5)
         sound, flying = [], []
         for number in range(count):
-            if number == 10 + group.rank():  # a late rank is waited for
+            if number == 10 + group.rank():  # the others wait for a late rank
                 time.sleep(0.2)
             if number % 3 == 1:
                 given = torch.full((20_000 * group.size(),), float(group.rank() + number))
@@ -148,10 +148,10 @@ def test_an_exchange_may_have_a_timeout_of_its_own() -> None:
 
 
 def _after_a_peer_has_closed() -> tuple[list[float], str]:
-    """What a rank receives from one that closes its connections right after the exchange, and the error of the next one."""
+    """Return the data from a rank that closes its connections after the exchange, and the error of the next exchange."""
     group = make_group()
     rank, received = group.rank(), torch.empty(2)
-    if rank:  # it reads the message once rank 0 has left
+    if rank:  # rank 1 reads the message after rank 0 has left
         unpack = eager_exchange._Link.unpack
         eager_exchange._Link.unpack = lambda *arguments: (time.sleep(0.5), unpack(*arguments))
     group.exchange(received, torch.full((2,), 1.0 + rank), [1, 1], [1, 1])
@@ -178,7 +178,7 @@ def _exchanged() -> list[list[bytes]]:
     arrived = [exchange_bytes([_part(rank, target) for target in range(3)], world) for _ in range(2)]
     if rank:
         arrived.append(exchange_bytes([b"to first", b"to second"], pair))
-    time.sleep(0.2 * rank)  # a late rank is waited for
+    time.sleep(0.2 * rank)  # the others wait for a late rank
     large = exchange_bytes([bytes([10 * rank + target]) * (1_000_000 + target) for target in range(3)], world)
     assert all(torch.equal(part, torch.full((1_000_000 + rank,), 10 * k + rank)) for k, part in enumerate(large))
     return [[bytes(part.numpy()) for part in parts] for parts in arrived]

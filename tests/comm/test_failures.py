@@ -1,4 +1,4 @@
-"""A rank is gone, late or at another collective: every rank gets an error that names it, soon, and the lane ends there."""
+"""If a rank is dead, late or at another collective, every rank soon gets an error that names it, and the lane ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, ma
 
 Survivors = Callable[..., dict[int, Any]]
 SHORT, LONG = 4, 2_000_000
-"""Bytes for every rank: one message, and hundreds of chunks."""
+"""The bytes for every rank: one message, and hundreds of chunks."""
 CHUNK = 16 * 1024
 TIMEOUT = 1.5
 CUT = 10.0
-"""Seconds: the timeout where a message may be cut in the middle, which gloo reports no sooner."""
+"""The timeout in seconds for messages that may be cut in the middle, which gloo reports no sooner."""
 
 
 def _all_to_all(group: Any, part: int = SHORT, *, missing: int = 0, async_op: bool = False, dtype: Any = torch.uint8) -> Any:
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def _assert_ended(seen: list[Outcome], *words: str, late: bool = False) -> None:
-    """All calls fail for one reason, the later ones at once. ``late``: the first may have succeeded, without the bad rank."""
+    """Check that all calls fail for one reason, the later ones at once. If ``late``, the first call may have succeeded."""
     failed = seen[1:] if late and not seen[0].kind else seen
     assert all(each.kind == "DistBackendError" and each.text == failed[0].text for each in failed), seen
     assert failed[0].text.startswith("freescale ") and "lane 'rows'" in failed[0].text, failed
@@ -73,7 +73,7 @@ def _int_on_rank_1(call: Callable[..., Any], group: Any, async_op: bool) -> Any:
 
 
 def _one_way(one: int, other: int, group: Any, async_op: bool) -> Any:
-    """Rank 0 sends rank 1 so many bytes; rank 1 expects another number of them."""
+    """Send ``one`` bytes from rank 0 to rank 1, which expects ``other`` bytes."""
     n, rank = group.size(), group.rank()
     sent, expected = ([length * (rank == of and peer == 1 - of) for peer in range(n)] for of, length in ((0, one), (1, other)))
     tensors = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (expected, sent))
@@ -85,7 +85,7 @@ def _misfit(part: int, group: Any, async_op: bool) -> Any:
 
 
 def _overflow(part: int, group: Any, async_op: bool) -> None:
-    """Rank 1 sends one element more than the slots hold."""
+    """Send one element more from rank 1 than the slots hold."""
     _exchange(group, part + (group.rank() == 1), part)
 
 
@@ -93,7 +93,7 @@ def _left_out_by_rank_0(group: Any, async_op: bool) -> None:
     _exchange(group, 0 if group.rank() == 0 else SHORT)
 
 
-# what the ranks do, what identifies the error, and the ranks whose first call fails
+# the actions of the ranks, the words of the error, and the ranks whose first call fails
 DISAGREEMENTS: dict[str, tuple[Callable[[Any, bool], Any], Sequence[str], Sequence[int], dict[str, Any]]] = {
     "short parts do not fit": (partial(_misfit, 9), ("9", "8"), (0, 1), {}),
     "long parts do not fit": (partial(_misfit, LONG), (str(LONG), str(LONG - 1)), (0, 1), {}),
@@ -125,7 +125,7 @@ def _disagree(async_op: bool) -> dict[str, list[Outcome]]:
             seen[case] = [outcome(act, group, async_op)]
             again = [_exchange] * 2 if "exchange" in case or "slots" in case else CALLS.values()
             seen[case] += [outcome(call, group) for call in again]
-            dist.barrier()  # no rank has its error from a group that is destroyed
+            dist.barrier()  # so that no error comes from a destroyed group
             dist.destroy_process_group(group)
             del group
     return seen
@@ -151,7 +151,7 @@ def _die() -> None:
 
 
 def _assert_disconnected(by_survivor: list[list[Outcome]], victim: int) -> None:
-    """All name it; but rank 0 takes the store with it, so that a rank may know only which rank gave up because of it."""
+    """Check that all errors name the victim. The store ends with rank 0, so a rank may name only the rank that gave up."""
     for seen in by_survivor:
         _assert_ended(seen, "has disconnected" if victim == 0 else f"rank {victim} has disconnected")
     assert any(f"rank {victim} has disconnected" in seen[0].text for seen in by_survivor)
@@ -199,7 +199,7 @@ def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:
 
 
 def _ends_within(kind: str, timeout: float, act: Callable[[], Any], last: Callable[[], Any] = bool) -> list[Outcome]:
-    """Rank 1 does ``act`` within a long transfer, or rank 0 where that is the victim."""
+    """Run ``act`` on the victim within a long transfer."""
     with nothing_left():
         group = make_group(chunk_bytes=CHUNK, timeout=timeout)
         assert everyone_sends(group)
@@ -266,7 +266,7 @@ def _assert_gave_up(seen: list[Outcome], rank: int, waited: bool = True) -> None
 
 
 def _comes_late() -> list[list[Outcome]]:
-    """Rank 1 comes once all others have given up."""
+    """Start rank 1 once all others have given up."""
     with nothing_left():
         groups = [make_group(timeout=TIMEOUT) for _ in CALLS]
         assert all(everyone_sends(group) for group in groups)
@@ -309,7 +309,7 @@ def _ends_with_a_message_posted() -> str:
     assert everyone_sends(group)
     if dist.get_rank() == 1:
         dist.barrier()
-        time.sleep(0.3)  # the other one is ending by now
+        time.sleep(0.3)  # the other thread is ending now
         executor.p2p.send(message + 7, 0, tag).wait()
         dist.barrier()
         return ""

@@ -1,4 +1,4 @@
-"""What a rank packs is what its peer unpacks."""
+"""A peer unpacks the same header that a rank has packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lane lets a higher one go first, but not without end; calls keep their order."""
+"""A lane pauses for a higher one for a limited time. Calls keep their order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PAUSE = 1.0
 
 
 class Clock:
-    """Time that passes only during a wait, one moment at a time; also the condition that a lane waits for."""
+    """A clock that advances only during a wait, and the condition that a lane waits for."""
 
     def __init__(self) -> None:
         self.now, self.moments = 1000.0, 0
@@ -83,7 +83,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
         (1, [(0, 0.0)], 0),
         # a higher lane without progress holds a lower one up until the limit
         *((0, [(1, idle)], seconds) for idle, seconds in [(0.3, 0.7), (0.95, 0.05), (1.0, 0.0), (50.0, 0.0)]),
-        (0, [(1, 50.0), (3, 0.4), (2, 20.0)], 0.6),  # of several the one that moves counts
+        (0, [(1, 50.0), (3, 0.4), (2, 20.0)], 0.6),  # the moving one of several counts
     ],
 )
 def test_a_lane_pauses_for_higher_ones_that_make_progress(
@@ -140,7 +140,7 @@ def _exchange(group: Any, out: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def _paused(move: Callable[..., None], options: dict[str, Any], max_pause: float) -> tuple[bool, bool]:
-    """Whether a long transfer comes to its end beside a collective of a higher lane, and whether it brought all bytes."""
+    """Return whether a long transfer ends beside a collective of a higher lane, and whether all its bytes are correct."""
     module.MAX_PAUSE_SECONDS = max_pause
     group = make_group(chunk_bytes=4096, **options)
     out, given = torch.empty(2 * LENGTH, dtype=torch.uint8), torch.ones(2 * LENGTH, dtype=torch.uint8)
@@ -164,7 +164,7 @@ def _paused(move: Callable[..., None], options: dict[str, Any], max_pause: float
         (_exchange, {}, 30.0, False),
         (_all_to_all, {"priority": 1}, 30.0, True),
         (_all_to_all, {}, 0.0, True),
-        (_exchange, {"transport": "native"}, 30.0, True),  # which has no priority
+        (_exchange, {"transport": "native"}, 30.0, True),  # such a lane has no priority
     ],
 )
 def test_a_long_transfer_pauses_for_a_higher_lane_that_is_at_work(
@@ -174,7 +174,7 @@ def test_a_long_transfer_pauses_for_a_higher_lane_that_is_at_work(
 
 
 def _tracked() -> tuple[list[int], list[int]]:
-    """Return the priorities of what a lane has others see, and the number of lanes while it is there and after."""
+    """Return the priorities that other lanes see of a lane, and the number of lanes during and after its life."""
     seen, track = [], PRIORITY_GATE.track
     PRIORITY_GATE.track = lambda priority: seen.append(priority) or track(priority)
     group = make_group(priority=3)
@@ -209,7 +209,7 @@ def _order() -> tuple[list[int], list[str], bool]:
         issued.append((dist.all_to_all_single(out, given, group=group, async_op=True), out, rows))
     sound += [everyone_sends(group, rows=7), everyone_sends(group, rows=500)]
     for work, out, rows in reversed(issued):
-        assert work.is_completed()  # they came before the others
+        assert work.is_completed()  # they were issued before the others
         sound.append(torch.equal(out, torch.tensor([0.0, 10.0]).repeat_interleave(rows) + dist.get_rank()))
     assert not threads
     after = issued[0][0].get_future().then(lambda _: sound.append(everyone_sends(group)))  # a callback may use the lane

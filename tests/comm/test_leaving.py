@@ -1,4 +1,4 @@
-"""A rank may leave a group, fork, or the process end, whatever is still under way: no hang, no crash, nothing left behind."""
+"""A rank may leave a group, fork or exit with collectives in flight. Nothing hangs, crashes or remains."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:
     assert begun.wait(10)
     stopping = threading.Thread(target=worker.stop, args=(10,))
     stopping.start()
-    while worker._jobs.empty():  # until the end has been queued
+    while worker._jobs.empty():  # wait until the end is queued
         pass
     late = worker.submit(lambda: None)
     go.set()
@@ -129,12 +129,12 @@ def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:
 _PROGRAM = """
 import os, sys, time
 from datetime import timedelta
-sys.modules["lightning"] = None  # torch alone, which is imported sooner
+sys.modules["lightning"] = None  # import torch only, which is faster
 import torch
 import torch.distributed as dist
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
-BYTES = 2 * 24_000_000  # which take many times what the sleep below takes, however late it ends
+BYTES = 2 * 24_000_000  # their transfer takes many times the sleep below
 
 def issue(group):
     return dist.all_to_all_single(torch.empty(BYTES, dtype=torch.uint8), torch.ones(BYTES, dtype=torch.uint8), group=group,
@@ -148,7 +148,7 @@ def run(case, rank):
     if rank == 0:
         if case == "alone":
             dist.barrier()
-            time.sleep(1.2)  # and so comes while rank 1 is about to end
+            time.sleep(1.2)  # so it starts while rank 1 exits
         try:
             issue(group).wait()
         except dist.DistBackendError as error:
@@ -169,14 +169,14 @@ for case in ("alone", "within"):
         child = os.fork()
         if child == 0:
             run(case, rank)
-            sys.exit(0)  # and so through the end of the interpreter
+            sys.exit(0)  # runs the exit of the interpreter
         children.append(child)
     print(case, "exit", *(os.waitpid(child, 0)[1] for child in children), flush=True)
 """
 
 
 def test_the_interpreter_may_exit_with_an_unfinished_collective() -> None:
-    """Of which the peer has not yet issued its part, and which is half way."""
+    """Check a collective that the peer has not issued yet, and one in the middle of its transfer."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with _reserved_port() as port, _reserved_port() as another:
         program = [sys.executable, "-c", _PROGRAM, str(port), str(another)]

@@ -1,4 +1,4 @@
-"""Which of torch's own backends a group has, when they connect, and over which connections."""
+"""The backends of torch in a group, the time at which they connect, and their connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _lazy_group(timeout: float = 40.0) -> Any:
 
 
 class _Inner:
-    """Stands in for the inner group: notes what comes, and what would have taken it."""
+    """A stand-in for the inner group that records the calls and the backend for each."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.calls = group, []
@@ -55,7 +55,7 @@ def _use_on_gpu(group: Any) -> Any:
 
 
 def _made(transport: str, shared: bool) -> list[Any]:
-    """Return the backend that a group has for CUDA once it is made; NCCLs made and connected then; then its use."""
+    """Return the backend of a new group for CUDA, the NCCLs that exist and are connected, and then its use."""
 
     def run() -> Any:
         pretend_cuda("one" if shared else f"gpu {dist.get_rank()}")
@@ -107,7 +107,7 @@ def test_nccl_takes_no_more_than_the_lane_gives_it_and_an_abort_ends_what_it_has
 
 
 def test_a_group_that_was_made_before_cuda_was_in_use_takes_no_cuda_tensors() -> None:
-    """Its ranks may share a GPU."""
+    """Check a group whose ranks may share a GPU."""
 
     def run() -> Any:
         pretend_cuda("one")
@@ -143,7 +143,7 @@ def test_coalesced_collectives_of_cuda_tensors_are_nccls() -> None:
 
 @pytest.mark.parametrize(("transport", "shared"), [("native", False), ("native", True), ("host", False)])
 def test_only_lanes_that_use_nccl_connect_it_before_the_first_step_and_let_streams_wait(transport: str, shared: bool) -> None:
-    """So does a lane whose transport is between GPUs. On the CPU nothing is connected."""
+    """Check a lane with a transport between GPUs, too. On the CPU, nothing is connected."""
 
     def run() -> Any:
         on_cpu = make_group(transport="native")
@@ -207,7 +207,7 @@ def test_gloo_that_is_lazy_names_the_rank_that_does_not_come() -> None:
 
 
 def test_messages_of_users_do_not_meet_those_of_the_lane_and_a_tag_is_refused_that_could() -> None:
-    """With the tags of the first headers and of exchanges, in flight beside both."""
+    """Check messages with the tags of the first headers and exchanges, in flight beside both."""
 
     def run() -> bool:
         group, rank = make_group(), dist.get_rank()

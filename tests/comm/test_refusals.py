@@ -1,4 +1,4 @@
-"""What cannot be sent is a ValueError on its rank and an error on all others, and ends the lane; so is a wrong option."""
+"""Tensors that cannot be sent raise ValueError on their rank and an error on all others, and end the lane."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ REFUSED = {
 
 
 def _attempts(ranks: list[int] | None = None) -> dict[str, tuple[Outcome, Outcome]]:
-    """The second rank of the group is refused; its next collective is sound, on the same lane."""
+    """Pass unsuitable tensors on the second rank of the group, and then suitable ones on the same lane."""
     with nothing_left():
         seen = {}
         for number, (case, (_, sound, refused, _)) in enumerate(REFUSED.items()):

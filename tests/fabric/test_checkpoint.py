@@ -1,4 +1,4 @@
-"""fabric.save writes the unsharded module's checkpoint; fabric.load goes on from it to the bit."""
+"""fabric.save writes the unsharded module's checkpoint. fabric.load continues from it with the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _saved(path: Path, strategy: str, loops: int) -> dict[str, Any]:
 def _resumed(path: Path, strategy: str) -> dict[str, Any]:
     fabric = fabric_for("freescale")
     model, optimizer, loader = set_up(fabric, "adagrad", STEPS)
-    run_loop(fabric, model, optimizer, loader)  # which the checkpoint undoes
+    run_loop(fabric, model, optimizer, loader)  # the checkpoint reverts this
     remainder = fabric.load(path / f"{strategy}.ckpt", {"model": model, "optimizer": optimizer})
     losses = run_loop(fabric, model, optimizer, loader)
     return {"losses": losses, "remainder": remainder, **whole(fabric, model, optimizer)}

@@ -22,7 +22,7 @@ STEPS = 12
 def train(
     strategy: str = "freescale", optimizer: str = "adagrad", loop: Callable[..., list[float]] = run_loop, **options: Any
 ) -> dict[str, Any]:
-    """Losses, whole weights and optimizer states; ``options`` are those of FreeScaleFabricStrategy."""
+    """Return losses, complete weights and optimizer states. ``options`` are those of FreeScaleFabricStrategy."""
     fabric = fabric_for(strategy, **options)
     model, updates, loader = set_up(fabric, optimizer, STEPS)
     losses = loop(fabric, model, updates, loader)
@@ -61,7 +61,7 @@ def _clipped_by_value(fabric: Any, *given: Any) -> list[float]:
 
 
 def _restarted(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """What has been accumulated is dropped by zero_grad, as for a bad batch."""
+    """Drop accumulated gradients by zero_grad, as for a bad batch."""
     losses = []
     for index, batch in enumerate(loader):
         with fabric.no_backward_sync(model, enabled=index % 2 == 0):
@@ -77,7 +77,7 @@ def _restarted(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[flo
 
 
 def _evaluated(fabric: Any, model: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Validation between steps, two epochs, a step without gradients, and a forward that leads to no step."""
+    """Train with validation between steps, two epochs, a step without gradients, and a forward without a step."""
     losses = []
     for _ in range(2):
         for index, batch in enumerate(loader):
@@ -154,7 +154,7 @@ def test_ids_of_the_next_batch_are_known_or_told_and_backward_is_split() -> None
 
 
 def _unknown_loader() -> tuple[list[float], float, bool]:
-    """Batches that no loader of Fabric's hands out: exact, without overlap."""
+    """Check batches from no loader of Fabric, which are exact and without overlap."""
     fabric = fabric_for()
     model, optimizer, _ = set_up(fabric)
     with warnings.catch_warnings(record=True) as caught:
@@ -176,7 +176,7 @@ def test_batches_of_other_loaders_are_exact_and_told() -> None:
 
 
 def _do(actions: str) -> Callable[[Any], None]:
-    """Return a loop over Fabric that does these things; those in brackets within ``no_backward_sync``."""
+    """Return a loop over Fabric with these actions. Actions in brackets are within ``no_backward_sync``."""
 
     def loop(fabric: Any) -> None:
         model, optimizer, loader = set_up(fabric, steps=2)

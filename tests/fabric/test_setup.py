@@ -1,4 +1,4 @@
-"""What fabric.setup takes, where it builds it, and what it refuses by name."""
+"""The modules and optimizers that fabric.setup accepts, their devices, and the errors for others."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_compiled_module_has_the_same_numbers() -> None:
 
 
 def _balanced() -> dict[str, torch.Tensor]:
-    """One SGD step of a global batch that the ranks share unequally."""
+    """Run an SGD step of a global batch that the ranks share unequally."""
     fabric, data = fabric_for(), Samples(13)
     torch.manual_seed(0)
     net = Net()

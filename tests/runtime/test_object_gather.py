@@ -1,4 +1,4 @@
-"""What ranks tell each other: it arrives as it was, and runs nothing where it is read."""
+"""Values that ranks exchange arrive unchanged and run no code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_freescale.testing import RankFailed, run_distributed
 
 PACKAGE = Path(lightning_freescale.__file__).parent
 SAMPLES, OWN_PICKLERS = "data/streaming/steps.py", {"checkpoint/single_file.py", "checkpoint/sharded_folder.py"}
-"""Who unpickles samples, of any class, and who pickles as torch does, or reads with a list of names."""
+"""The modules that unpickle samples of any class, that pickle as torch does, or that read with a list of names."""
 
 
 class RunsWhenRead:
@@ -75,7 +75,7 @@ def test_what_would_run_code_is_refused_on_every_rank_and_not_run(tmp_path: Path
 
 
 _PICKLING = {"all_gather_object", "gather_object", *(f"{n}_object_list" for n in ("broadcast", "recv", "scatter", "send"))}
-"""torch's collectives that do."""
+"""The collectives of torch that pickle."""
 
 
 def _calls(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""One job after the other, in the order given: a caller's own at once where nothing is before it."""
+"""A worker runs one job at a time in order. A caller's own job runs at once if no other is queued."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_it_counts_the_processors_time_of_background_jobs_not_their_waiting(work
 
 @pytest.mark.parametrize("initialized", [True, False])
 def test_a_thread_works_on_its_callers_device(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:
-    """With stand-ins for the device: work that a thread issues must not go to the first GPU, which is another rank's."""
+    """Check with stand-ins that a thread does not use the first GPU, which belongs to another rank."""
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -152,7 +152,7 @@ def _litter(count: int = 300) -> None:
 
 @pytest.fixture
 def collected_in() -> Iterator[list[str]]:
-    """The threads in which Python collects garbage, with thresholds that each job here exceeds."""
+    """Return the threads in which Python collects garbage, with thresholds that each job here exceeds."""
     threads, before = list[str](), gc.get_threshold()
     gc.callbacks.append(note := lambda phase, info: threads.append(threading.current_thread().name))
     gc.set_threshold(50, 2, 2)

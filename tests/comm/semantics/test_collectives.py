@@ -1,4 +1,4 @@
-"""Every collective brings what gloo's brings, bit by bit, whatever the sizes."""
+"""Every collective delivers the same bits as gloo's, for all sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _wait(work: Any) -> None:
 
 
 def _split(side: Side, pattern: str) -> tuple[list[int], list[int]]:
-    """Return the rows that this rank gets from every rank, and has for it."""
+    """Return the numbers of rows that this rank gets from every rank, and sends to every rank."""
     rows, everyone = ROWS[pattern], range(side.size)
     return [rows(k, side.rank, side.size) for k in everyone], [rows(side.rank, k, side.size) for k in everyone]
 
@@ -60,11 +60,11 @@ def all_to_all_single(side: Side) -> Any:
         given, out = side.numbers(rows * side.size, *shape), side.blank(rows * side.size, *shape)
         dist.all_to_all_single(out, given, splits, splits, group=side.group)
         results[f"{splits} {rows} {shape}"] = out, given
-    for length in (*range(941, 949), 999, 1001, 2000):  # that just fit into the first message, or a chunk, or just do not
+    for length in (*range(941, 949), 999, 1001, 2000):  # around the size of the first message and of a chunk
         given, out = (make(length * side.size, dtype=torch.uint8) for make in (side.numbers, side.blank))
         dist.all_to_all_single(out, given, group=side.group)
         results[f"{length} bytes"] = out
-    for name in ("input_split_sizes", "output_split_sizes"):  # equal parts in one direction may stay unsaid
+    for name in ("input_split_sizes", "output_split_sizes"):  # equal parts in one direction may be omitted
         out = side.blank(2 * side.size)
         dist.all_to_all_single(out, side.numbers(2 * side.size), group=side.group, **{name: [2] * side.size})
         results[name] = out
@@ -95,7 +95,7 @@ def gathers(side: Side) -> Any:
     pair = [side.numbers(3), side.numbers(2, 300)]
     coalesced = [[side.blank(3), side.blank(2, 300)] for _ in range(side.size)]
     dist.all_gather_coalesced(coalesced, pair, group=side.group)
-    out = side.blank(side.size * 300, 2)  # the input is its own place in the output, as sharded parameters are gathered
+    out = side.blank(side.size * 300, 2)  # the input is a part of the output, as for sharded parameters
     mine = out[side.rank * 300 : (side.rank + 1) * 300].copy_(side.numbers(300, 2))
     dist.all_gather_into_tensor(out, mine, group=side.group)
     return results, coalesced, out
@@ -103,7 +103,7 @@ def gathers(side: Side) -> Any:
 
 @named(CASES)
 def nothing(side: Side) -> Any:
-    """Tensors of no elements, of any shape and, as numpy makes them, with strides of 0."""
+    """Check empty tensors of all shapes, and with strides of 0, as NumPy makes them."""
     results, n = [], side.size
     for shape in [(0,), (0, 3), (2, 0)]:
         given, listed, gathered = side.numbers(*shape), _blanks(side, shape), side.blank(n * shape[0], *shape[1:])
@@ -152,7 +152,7 @@ def reductions(side: Side) -> Any:
 
 @named(CASES)
 def coalescing_manager(side: Side) -> Any:
-    """As FSDP issues several at once."""
+    """Check several collectives in flight, as FSDP issues them."""
     gathered = [(side.blank(side.size * n), side.numbers(n)) for n in (1, 3, 400)]
     scattered = [(side.blank(n), side.numbers(side.size * n)) for n in (1, 3, 400)]
     for call, pairs in ((dist.all_gather_into_tensor, gathered), (dist.reduce_scatter_tensor, scattered)):
@@ -178,7 +178,7 @@ def recv_from_any_rank(side: Side) -> Any:
 def what_is_refused(side: Side) -> Any:
     with pytest.raises(RuntimeError, match="PREMUL_SUM"):
         dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(2.0), group=side.group)
-    if dist.get_backend(side.group) != "gloo":  # for gloo alone: its messages would meet those of the lane
+    if dist.get_backend(side.group) != "gloo":  # only for gloo: its messages would be mixed up with those of the lane
         with pytest.raises(ValueError, match=r"GLOO|gloo"):  # up to torch 2.13 torch itself says so
             dist.monitored_barrier(side.group)
         with pytest.raises(ValueError, match=r"freescale monitored_barrier: .*gloo"):
@@ -212,7 +212,7 @@ def functional_moves(side: Side) -> Any:
 
 @named(CASES)
 def functional_gradients(side: Side) -> Any:
-    """As embeddings go: what a rank sends comes home, and so does the gradient of its copy elsewhere."""
+    """Send embeddings and return them. The gradients of the copies return, too."""
     received, sent = _split(side, "one_large")
     leaf = side.numbers(sum(sent), 2).requires_grad_()
     there = functional.all_to_all_single_autograd(leaf * 2, received, sent, side.group)
@@ -234,7 +234,7 @@ def _all(side: Side, given: Any, out: Any, gathered: Any, listed: Any, async_op:
 
 @named(CASES)
 def parts_of_buffers(side: Side) -> Any:
-    """What lies around the output stays as it was."""
+    """Check that the memory around the output does not change."""
     results, n = [], side.size
     for async_op in (False, True):
         buffers = [side.blank(300 * n * n + 20, 2) for _ in range(3)]
@@ -244,7 +244,7 @@ def parts_of_buffers(side: Side) -> Any:
         _all(side, given, out, gathered, listed, async_op)
         assert (buffers[0][:3] == UNTOUCHED).all() and (buffers[0][300 * n + 3 :] == UNTOUCHED).all()
         results += buffers
-    for offset in (1, 2, 3, 5):  # bytes that begin anywhere
+    for offset in (1, 2, 3, 5):  # bytes with any alignment
         out, given = side.blank(2000 * n, dtype=torch.uint8), side.numbers(2000 * n, dtype=torch.uint8)
         part = slice(offset, offset + 1500 * n)
         dist.all_to_all_single(out[part], given[part], group=side.group)
@@ -254,10 +254,10 @@ def parts_of_buffers(side: Side) -> Any:
 
 @named(CASES)
 def parameters_and_inference_tensors(side: Side) -> Any:
-    """Leaves that require grad have no gradient. Lightning validates in inference mode, which belongs to a thread."""
+    """Check leaves that require grad, and inference mode, which belongs to a thread and in which Lightning validates."""
     results, n = [], side.size
     for inference, (rows, async_op) in product((False, True), ((1, True), (300, False), (300, True))):
-        with torch.inference_mode(inference), torch.no_grad():  # gloo's all-gather asks for it
+        with torch.inference_mode(inference), torch.no_grad():  # gloo's all-gather requires it
             made = [side.numbers(rows * n, 2), *(side.blank(rows * n * k, 2) for k in (1, n, *([1] * n)))]
             given, out, gathered, *listed = made if inference else map(torch.nn.Parameter, made)
             _all(side, given, out, gathered, listed, async_op)
@@ -276,7 +276,7 @@ def test_collectives_are_those_of_gloo(size: int, options: dict[str, Any]) -> No
 
 
 def _not_of_gloo(options: dict[str, Any]) -> list[str]:
-    """Return what differs from the reference where gloo refuses tensors that others take."""
+    """Return the differences from the reference for tensors that gloo refuses."""
     side, wrong, n = Side(make_group(**options)), [], dist.get_world_size()
     for pattern, later in product(ROWS, (False, True)):  # lists of unequal tensors; the same rows in one are the reference
         received, sent = _split(side, pattern)
@@ -294,13 +294,13 @@ def _not_of_gloo(options: dict[str, Any]) -> list[str]:
     given, stacked, listed = side.numbers(2, 300), side.blank(n, 2, 300), _blanks(side, (2, 300))
     everyone = [side.numbers(k * 200, 2, rank=k) for k in range(n)]
     out = [torch.full_like(part, 77) for part in everyone]
-    if options != {"transport": "native"}:  # which is gloo
+    if options != {"transport": "native"}:  # native is gloo
         dist.all_gather_into_tensor(stacked, given, group=side.group)
         dist.all_gather(listed, given)
         dist.all_gather(out, everyone[side.rank], group=side.group)
         wrong += [] if torch.equal(stacked, torch.stack(listed)) else ["stacked output"]
         wrong += [] if all(map(torch.equal, out, everyone)) else ["unequal tensors"]
-    for later in (False, True):  # Lightning asks for means of whole numbers where the backend is not called gloo
+    for later in (False, True):  # Lightning averages integers if the backend is not gloo
         mean = torch.tensor([side.rank + 1, -5, 7 * side.rank])
         _wait(dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=side.group, async_op=later))
         wrong += [] if mean.tolist() == [(n + 1) // 2, -5, 7 * (n - 1) // 2] else [f"mean {mean.tolist()}"]
@@ -320,7 +320,7 @@ DTYPES = [
 
 
 def _typed() -> list[str]:
-    """Return what differs from the same bytes sent by gloo."""
+    """Return the differences from the same bytes sent by gloo."""
     side, rank, size = Side(make_group(**SMALL)), dist.get_rank(), dist.get_world_size()
     found = []
     for dtype, rows in ((dtype, rows) for dtype in DTYPES for rows in (1, 400)):

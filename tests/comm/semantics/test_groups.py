@@ -1,4 +1,4 @@
-"""Methods of a group by every name that c10d has for them, subgroups, the default group, and Lightning's DDP on it."""
+"""Methods of a group under all names of c10d, subgroups, the default group, and Lightning's DDP on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.plain_modules import Plain, fit
 
 
 def _in_subgroup(group: Any, first: int) -> Any:
-    """Call with roots and peers by global and by group rank; ``first`` is the global rank of the group's rank 0."""
+    """Call methods with roots and peers by global and group rank. ``first`` is the global rank of the group's rank 0."""
     side = Side(group)
     told, retold, given = side.numbers(3), side.numbers(400), side.numbers(600 * side.size)
     dist.broadcast(told, src=first, group=group)
@@ -61,7 +61,7 @@ def test_subgroups_are_those_of_gloo(size: int, memberships: list[list[int]]) ->
 
 
 def _default(ports: list[int]) -> list[Any]:
-    """Twice: a default group may be destroyed and made anew."""
+    """Run twice, because a default group may be destroyed and created again."""
     told: list[Any] = []
     for port in ports:
         address = f"tcp://127.0.0.1:{port}"
@@ -76,7 +76,7 @@ def _default(ports: list[int]) -> list[Any]:
         group = dist.group.WORLD
         assert isinstance(group, ProcessGroupFreeScale) and group.options.chunk_bytes == SMALL["chunk_bytes"]
         told.append((dist.get_backend(), group.name(), dist.get_rank(), dist.get_world_size(), bool(group.group_name)))
-        # torch takes tensors on the host of a backend that it takes for gloo
+        # torch uses CPU tensors for a backend that it takes for gloo
         assert group._get_backend_name() == group._get_backend(torch.device("cpu")).name() == "gloo"
         assert group.getBackendName() == "freescale" and {device.type for device in group._device_types} == {"cpu"}
         gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -100,7 +100,7 @@ def test_as_default_group() -> None:
 
 
 def _fit(backend: str) -> Any:
-    torch.manual_seed(int(os.environ["RANK"]))  # other weights on every rank, which DDP makes those of the first
+    torch.manual_seed(int(os.environ["RANK"]))  # different weights per rank, which DDP replaces by those of rank 0
     module, strategy = Plain(), DDPStrategy(process_group_backend=backend, timeout=TIMEOUT)
     before = module.layer.weight.tolist()
     fitted = fit(module, [], steps=6, devices=2, strategy=strategy, max_epochs=2)
@@ -119,7 +119,7 @@ METHODS: list[Case] = []
 
 
 def _present(side: Side, *names: str) -> list[Any]:
-    """Methods that torch's own group has under one of its names, old or new."""
+    """Check methods under the old and the new names of torch."""
     found = [getattr(side.group, name) for name in names if hasattr(dist.ProcessGroup, name)]
     assert found
     return found
@@ -201,7 +201,7 @@ NO_COLLECTIVES = {
 
 
 def test_every_collective_of_torch_is_overridden() -> None:
-    """One that is not runs in C++ while it holds the interpreter's lock, which deadlocks with gloo's own thread."""
+    """Check that no method runs in C++ while it holds the GIL, which causes a deadlock with gloo's own thread."""
     offered = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
     overridden = {
         name
@@ -225,7 +225,7 @@ REFUSED = {
 
 
 def test_what_would_pass_by_the_lane_is_refused() -> None:
-    """Hooks would miss the lane's collectives, and groups that torch makes out of this one have no lane."""
+    """Check refusals: hooks would miss the lane's collectives, and groups that torch creates from this one have no lane."""
 
     def run() -> bool:
         group = make_group()

@@ -1,4 +1,4 @@
-"""What an asynchronous collective returns behaves as a Work of gloo does, and happens whether a caller waits or not."""
+"""The Work of an asynchronous collective behaves like gloo's. The collective completes even if the caller does not wait."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_works_are_those_of_gloo(size: int, options: dict[str, Any]) -> None:
 
 
 def _at_its_time() -> list[str]:
-    """Rank 0 issues everything before rank 1 comes: nothing blocks or is said to be done, and a wait may be too short."""
+    """Issue everything on rank 0 before rank 1 starts: nothing blocks or completes, and a wait may time out."""
     group, store, wrong = make_group(), dist.distributed_c10d._get_default_store(), []
     side = Side(group)
     if side.rank == 1:
@@ -161,7 +161,7 @@ def test_a_coalesced_gather_gives_what_it_gathered() -> None:
 
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
 def test_a_future_knows_the_gpu_that_its_tensors_are_on(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """torch puts its callbacks in order on the streams of that GPU; here a stand-in."""
+    """Check the device of the future, on whose streams torch orders callbacks, with a stand-in for the GPU."""
     given: list[Any] = []
     future: Any = torch.futures.Future
     monkeypatch.setattr(torch.futures, "Future", lambda devices: given.append(devices) or future())

@@ -1,4 +1,4 @@
-"""Transports between GPUs: copy engines and waits in memory, and two levels; on devices made of threads."""
+"""Transports between GPUs: copy engines and waits in memory, and two levels. Threads stand in for the devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.gpu_transfers import UNTOUCHED, lengths, moved, transfer, wro
 
 
 def transports(ranks: list[int], chunk: int, start: int = 0, seed: int = 0, **driver: Any) -> list[PeerTransport]:
-    """One per rank, whose memory is mapped on all; drivers are made with a seed and what else is given."""
+    """Return a transport per rank, with memory mapped on all ranks. The other arguments go to the drivers."""
     length = SymmetricBuffer.size_bytes(len(ranks), chunk)
     buffers = [keep(torch.full((length,), UNTOUCHED, dtype=torch.uint8)) for _ in ranks]
     mapped = [SymmetricBuffer(rank, buffers, chunk) for rank in range(len(ranks))]
@@ -57,7 +57,7 @@ def test_all_bytes_arrive_over_peers(size: int, chunk: int, start: int, serial: 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_reader_is_not_overwritten_and_a_slow_writer_is_waited_for(slow: int) -> None:
-    """The copies of one take longer than all of the other; every slot is used several times."""
+    """Move a transfer in which one rank is slow. It uses every slot several times."""
     pair = transports([0, 1], 8)
     pair[slow]._driver._slow = 4e-3
     assert moved(pair, [[[0, 100], [0, 0]]]) == [[[]], [[]]]
@@ -116,7 +116,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(start: int) ->
 def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
     bytes_: int, look: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 reads so late that rank 0 gives up and overwrites its slots; all that it expects comes, or not all."""
+    """Make rank 1 so late that rank 0 gives up and overwrites its slots, with all or only some of the expected bytes."""
     monkeypatch.setattr(peer, "_CHECK_AFTER", look)
     pair, table = transports([0, 1], 4), [[0, bytes_], [0, 0]]
     reader = _receiving(pair[1])
@@ -133,7 +133,7 @@ def test_what_a_rank_copies_after_it_gave_up_is_not_taken_for_good(
 
 
 def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_draining() -> None:
-    """It is below what has been written for it."""
+    """Check a late count that is below the count that was written for it."""
     pair, table = transports([0, 1], 1), [[0, 0], [4, 0]]
     buffer = pair[0]._link.buffer
     pair[0]._driver._slow = 0.05
@@ -152,7 +152,7 @@ def test_the_last_count_of_a_peer_that_dies_cannot_stop_the_streams_from_drainin
 
 
 def test_peers_are_told_before_their_slots_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 begins to read when the last chunk, which overwrote another, has arrived; it hears nothing more after that."""
+    """Make rank 1 read after the last chunk, which overwrote another, has arrived, without any later signal."""
     pair, table = transports([0, 1], 4), [[0, 16], [0, 0]]
     link, reader = pair[1]._link, _receiving(pair[1])
     reader.hold.set()
@@ -210,7 +210,7 @@ def _fails_at(transport: PeerTransport, last: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("last", [5, 6, 7, 8])
 def test_a_gpu_that_fails_in_the_middle_is_drained_and_the_peer_told(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a chunk to the peer, its count, a chunk from the peer, its count."""
+    """Fail at a chunk to the peer, at its count, at a chunk from the peer, or at its count."""
     pair, table = transports([0, 1], 4), [[0, 40], [40, 0]]
     _fails_at(pair[0], last, monkeypatch)
     first, second = on_ranks(2, lambda rank: pair[rank].move(transfer(rank, table, 1, timeout=5), lambda: None))

@@ -1,4 +1,4 @@
-"""The CUDA side without a GPU: over a libcuda whose device is the host."""
+"""The CUDA driver calls without a GPU, with a libcuda whose device is the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Driver(CudaDriver):
 
 
 def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
-    """Return what moved the bytes, and whether cuda-bindings 12.8 and 13.0 bring a warning."""
+    """Return the calls that moved the bytes, and whether there was a warning."""
     os.environ["STUB_CUDA_VERSION"] = str(version)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     from cuda.bindings import driver as cuda

@@ -1,6 +1,6 @@
-"""The host's transport brings every byte to its place, through pinned memory within its bound, and no ranks wait in a circle.
+"""The host transport delivers every byte through limited pinned memory, without deadlocks.
 
-There is no GPU here: streams are threads that copy late, so that code that does not wait for an event finds wrong bytes.
+Threads that copy late stand in for the streams of a GPU. Code that does not wait for an event finds wrong bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tests.helpers.comm_groups import nothing_left, pinned_in_use
 from tests.helpers.fake_gpu import FakeStream
 
 Sizes = list[list[int]]
-"""Bytes by source and target."""
+"""The bytes by source and target."""
 UNTOUCHED = 255
 DEVICE = torch.device("cuda", 0)
-"""Only by name: so that small parts go by the transport as well, not in the headers."""
+"""A device by name only, so that the transport also moves small parts, which would travel in the headers."""
 
 
 def make_p2p() -> GlooP2P:
@@ -44,7 +44,7 @@ def make_p2p() -> GlooP2P:
 
 
 def content(source: int, target: int, length: int, number: int) -> Tensor:
-    """Bytes that tell where they are from and where to, and each from the next ones."""
+    """Return bytes that identify their source, their target and their position."""
     return ((torch.arange(length) * 31 + 97 * source + 59 * target + 13 * number) % 251).to(torch.uint8)
 
 
@@ -65,7 +65,7 @@ def make_host(p2p: GlooP2P, chunk: int, staging: Any = None, pinned_bytes: int =
 
 
 def all_arrived(transfer: Transfer, sizes: Sizes, rank: int, ranks: Collection[int]) -> bool:
-    """All parts of these ranks are there, byte by byte, and no other memory has been written to."""
+    """Return True if all parts of these ranks are correct and no other memory has changed."""
     for peer, part in enumerate(transfer.incoming):
         expected = content(peer, rank, sizes[peer][rank], transfer.sequence_number)
         if not torch.equal(part, expected if peer in ranks else torch.full_like(expected, UNTOUCHED)):
@@ -74,7 +74,7 @@ def all_arrived(transfer: Transfer, sizes: Sizes, rank: int, ranks: Collection[i
 
 
 def draw_sizes(draw: random.Random, size: int, chunk: int) -> Sizes:
-    """Parts around multiples of a chunk, often empty, sometimes much longer than all others."""
+    """Draw parts around multiples of a chunk, which are often empty and sometimes much longer than all others."""
 
     def one() -> int:
         kind = draw.random()
@@ -117,7 +117,7 @@ UNEQUAL: dict[str, Sizes] = {
 
 
 def _unequal() -> list[str]:
-    """Return the cases that went wrong. In the last, first the other pair's parts are moved, then the own pair's."""
+    """Return the failed cases. The last one moves first the parts of the other pair, then those of the own pair."""
     p2p, rank, wrong = make_p2p(), dist.get_rank(), []
     for case, sizes in UNEQUAL.items():
         transfer = make_transfer(sizes, rank, 0)
@@ -127,7 +127,7 @@ def _unequal() -> list[str]:
     for number in range(0, 60, 2):
         sizes = draw_sizes(draw, 4, 10)
         transfer, others = make_transfer(sizes, rank, number), {0, 1, 2, 3} - pair
-        for ranks, arrived in ((others, others), (pair, range(4))):  # what is not asked for is not touched
+        for ranks, arrived in ((others, others), (pair, range(4))):  # other parts do not change
             host.move(transfer, lambda: None, ranks=ranks)
             wrong += [] if all_arrived(transfer, sizes, rank, arrived) else [f"some ranks, {number}"]
     return wrong
@@ -141,7 +141,7 @@ _CURRENT = threading.local()
 
 
 class Api:
-    """As ``torch.cuda``. Its streams copy late."""
+    """A stand-in for ``torch.cuda`` whose streams copy late."""
 
     def __init__(self, delay: float = 0.0005) -> None:
         self._delay, self.streams = delay, list[FakeStream]()
@@ -158,7 +158,7 @@ class Api:
 
 
 class Pinned(torch.Tensor):
-    """Memory to and from which copies that are not to block are queued on the current stream."""
+    """Memory that queues non-blocking copies on the current stream."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ def _staging(api: Api, pinned_bytes: int) -> DeviceStaging:
 
 
 def _staged(chunk: int, pinned_bytes: int, cases: int) -> tuple[int, int, int]:
-    """Wrong transfers; the most pinned bytes that were held; and those still in use."""
+    """Return the wrong transfers, the most pinned bytes, and the pinned bytes still in use."""
     p2p, api, wrong, most = make_p2p(), Api(), 0, 0
     draw, caller = random.Random(chunk), FakeStream(delay=0.002 + 0.01 * (p2p.rank == 1))  # chunks come before rank 1 is ready
     staging = _staging(api, pinned_bytes)
@@ -216,7 +216,7 @@ def test_all_bytes_arrive_within_the_bound_and_all_memory_is_given_back(size: in
 
 
 def _fails() -> int:
-    """Memory in use after the peer has gone in the middle of a transfer."""
+    """Return the memory in use after the peer has left in the middle of a transfer."""
     p2p, api, rank = make_p2p(), Api(), dist.get_rank()
     host = make_host(p2p, 100, _staging(api, 1 << 16))
     with nothing_left(host):
@@ -239,7 +239,7 @@ def _fails() -> int:
 
 def test_closing_lets_go_of_what_a_failed_transfer_was_using() -> None:
     _, stopped = run_distributed(_fails, 2, timeout=60)
-    assert stopped > 0  # or there is nothing to let go of
+    assert stopped > 0  # otherwise there is nothing to release
 
 
 def test_every_device_has_pinned_memory_and_streams_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The NCCL transport between GPUs, on devices made of threads."""
+"""The NCCL transport between GPUs. Threads stand in for the devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.gpu_transfers import lengths, moved, transfer
 
 
 class FakeNccl:
-    """The collective: equal parts, each rank's window only, and nobody's buffers touched before all are there."""
+    """The collective: equal parts in each rank's window, and no access to buffers before all ranks have arrived."""
 
     def __init__(self, size: int, slot: int) -> None:
         self.windows = [keep(torch.zeros(2, size * slot, dtype=torch.uint8)) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""A transport must prove itself before it replaces torch's own backend. Ranks are real, the clock is set by the tests."""
+"""A transport must pass a trial before it replaces torch's own backend. Ranks are real; the tests set the clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Candidates = Callable[[int, list[float]], dict[str, AllToAll]]
 
 
 def _over_gloo(change: Callable[[Tensor], None] = lambda part: None, before: Callable[[], None] = lambda: None) -> AllToAll:
-    """Right; ``change`` may touch every part that comes from the rank before, ``before`` is called when it is waited for."""
+    """Return a correct all-to-all. ``change`` may modify every part from the previous rank; ``before`` runs before the wait."""
     group = dist.new_group(timeout=timedelta(seconds=30))
 
     def begin(received: Tensor, send: Tensor, gets: list[int], gives: list[int]) -> Any:
@@ -42,7 +42,7 @@ def _over_gloo(change: Callable[[Tensor], None] = lambda part: None, before: Cal
 
 
 def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> list[Verdict]:
-    """What each of three ranks finds; ``candidates(rank, clock)`` may move the clock, which compute moves by 10 s."""
+    """Return the verdicts of three ranks. ``candidates(rank, clock)`` may move the clock; compute moves it by 10 s."""
 
     def run() -> Verdict:
         clock = [0.0]
@@ -99,7 +99,7 @@ def test_the_slowest_rank_counts_and_a_few_slow_rounds_do_not() -> None:
 
 
 def test_a_wrong_byte_in_a_part_of_any_size_is_seen_on_all_ranks_and_so_are_bytes_that_do_not_come() -> None:
-    """What came before does not pass for them."""
+    """Check that bytes of an earlier exchange do not pass."""
 
     def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
         def changing(size: int) -> AllToAll:
@@ -128,7 +128,7 @@ def test_a_wrong_byte_in_a_part_of_any_size_is_seen_on_all_ranks_and_so_are_byte
 
 
 class _Impatient:
-    """Takes what has come from every rank after half a second."""
+    """A candidate that returns the bytes that have arrived after half a second."""
 
     def __init__(self) -> None:
         self.group, self.kept = dist.new_group(), []
@@ -160,7 +160,7 @@ def test_what_leaves_out_a_late_rank_is_seen(late_seconds: float, noticed: bool)
 
 @pytest.mark.parametrize("at", [0, 14])
 def test_what_fails_or_hangs_on_one_rank_is_dropped_on_all(at: int) -> None:
-    """At once, or when it is measured; the others go on."""
+    """Fail at once, or when the candidate is measured. The others continue."""
 
     def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
         def failing(error: Exception) -> AllToAll:

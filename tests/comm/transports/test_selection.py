@@ -32,7 +32,7 @@ _GPU = RankHardware("a", "boot", bindings=True, driver=12080, nccl=(2, 29, 7), z
 
 
 def _hosts(*sizes: int, **attributes: Any) -> Topology:
-    """Hosts a, b, ... of so many GPUs, each host one NVLink domain; global ranks count from 10."""
+    """Return hosts a, b, ... with these numbers of GPUs, one NVLink domain per host. Global ranks start at 10."""
     hardware = []
     for host, size in zip("abcdef", sizes):
         uuids = [f"{host}{index}" for index in range(size)]
@@ -57,7 +57,7 @@ def test_questions() -> None:
     assert two.hosts == {("a", "boot"): [0, 1], ("b", "boot"): [2, 3]} and not two.one_host
     assert not two.find_unlinked([0, 1])
     assert two.find_unlinked(range(4)) == "ranks 10 and 12 are on hosts a and b"
-    where = _but(_hosts(2), 1, boot="another")  # hosts of one name are told apart by their boot
+    where = _but(_hosts(2), 1, boot="another")  # the boot id distinguishes hosts of one name
     assert not where.one_host and "hosts a and a" in where.find_unlinked([0, 1])
     assert _but(_hosts(4), 3, gpu="a1").find_shared_gpu() == "ranks 11 and 13 share a GPU"
     assert _hosts(4).find_shared_gpu() == _hosts(2, 2).find_shared_gpu() == _ON_CPU.find_shared_gpu() == ""
@@ -131,7 +131,7 @@ def _p2p(rank: int, size: int) -> Any:
 
 
 def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
-    """What every rank gets, if setting up a transport goes as ``build(rank)``."""
+    """Return the transport of every rank if ``build`` creates it."""
     monkeypatch.setattr(selection, "build_transport", lambda kind, host, near, *rest: build(host.p2p.rank, kind, near))
     store, size = dist.HashStore(), where.size
 
@@ -233,7 +233,7 @@ def test_without_cuda_only_the_host_is_looked_at(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "host", "native", "peer"])
 def test_a_gpu_that_is_not_in_use_is_looked_at_only_where_it_is_named(transport: str) -> None:
-    """A process that computes on the CPU has a current device, too. Lanes that need no link do not look for one."""
+    """Check a process on the CPU, which has a current device, too, and lanes that need no link."""
 
     def run(initialized: bool) -> tuple[str, int]:
         pretend_cuda("a gpu", visible=4, bound=False)
