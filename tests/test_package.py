@@ -222,7 +222,7 @@ def test_options_can_stand_in_yaml() -> None:
 METADATA = f"lightning_freescale-{lightning_freescale.__version__}.dist-info"
 KINDS = {".css", ".html", ".js", ".py"}
 """The suffixes of files in the package: code, and the parts of the report's page."""
-ALSO = {"lightning_freescale/py.typed", "lightning_freescale/profiling/reporting/schema.json"}
+ALSO = {"lightning_freescale/limits.md", "lightning_freescale/py.typed", "lightning_freescale/profiling/reporting/schema.json"}
 
 
 @pytest.mark.slow
