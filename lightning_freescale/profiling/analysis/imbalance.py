@@ -47,15 +47,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlannedBalance:
-    """The planned balance of all steps: means weighted by the steps' compute, and the largest ``tokens_fullest``.
-
-    Attributes:
-        gap: ``balanced`` / ``lower_bound`` - 1; None if the samples stayed as drawn.
-        fitted_steps: number of steps with fitted costs.
-        steps: number of steps.
-        padding: mean over the steps with known padding.
-        padded: kind of padding of the last of these steps.
-    """
+    """Means of :class:`PlannedStep` over the steps, weighted by compute; ``gap`` is ``balanced`` / ``lower_bound`` - 1."""
 
     unbalanced: float
     balanced: float | None

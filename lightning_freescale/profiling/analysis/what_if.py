@@ -104,15 +104,7 @@ def _within(values: Floats, weight: Floats, rank: NDArray[np.intp]) -> Floats:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The speed-up of a run without one cause of bubbles.
-
-    Attributes:
-        name: name of the case.
-        speed_up: time of the run / time without the cause, at least 1; None if it is left out for the reason in ``note``.
-        limit: largest possible speed-up, 1 / (1 - bubble). For contention and padding, it also counts their compute as lost.
-            None if it is left out.
-        note: remark on the value.
-    """
+    """An entry of ``what_if`` in the document: the speed-up without one cause of bubbles, see ``reporting/schema.json``."""
 
     name: str
     speed_up: float | None

@@ -26,13 +26,7 @@ _NOTICEABLE, _PER_WINDOW = 0.02, 0.0025
 
 
 class MemoryReading(NamedTuple):
-    """The memory of a rank at one moment, in bytes.
-
-    Attributes:
-        current: memory in use.
-        peak: largest memory in use so far.
-        reserved: memory that the allocator holds, including ``current``; None without an allocator.
-    """
+    """Bytes in use now, the largest number so far, and the bytes that the allocator holds (None without an allocator)."""
 
     current: int
     peak: int

@@ -73,14 +73,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Status:
-    """The part of the run that the report covers.
-
-    Attributes:
-        complete: True if the run came to its end.
-        reason: reason why the run ended early.
-        warmup: number of first steps that are left out.
-        not_exchanged: number of finished steps whose records the ranks could not exchange.
-    """
+    """Fields of ``status`` in the document, which ``schema.json`` describes."""
 
     complete: bool = True
     reason: str | None = None
@@ -90,14 +83,7 @@ class Status:
 
 @dataclass(frozen=True)
 class WaitAttribution:
-    """The division of waits for peers into straggler wait and transfer by the arrivals of the ranks.
-
-    Attributes:
-        aligned: True if the ranks' clocks were aligned, or if there is one rank.
-        uncertainty: uncertainty of the end of straggler wait, in seconds.
-        reason: reason why waits are not divided.
-        clock: figures of the alignment, as in the document; None without alignment.
-    """
+    """Fields of ``wait_attribution`` in the document; ``uncertainty`` in seconds."""
 
     aligned: bool
     uncertainty: float

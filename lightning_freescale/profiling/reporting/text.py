@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.profiling.analysis.imbalance import costs_in_words
-from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, steps_of
+from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, in_ms, steps_of
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -39,11 +39,6 @@ def summary(document: Document, brief: bool = False) -> str:
 def _wrapped(*sentences: str | None) -> Iterator[str]:
     for sentence in sentences:
         yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ")
-
-
-def _ms(seconds: float) -> str:
-    figure = round(seconds * 1e3, 3)
-    return f"{figure:.3g}" if abs(figure) < 100 else f"{figure:.0f}"
 
 
 def _incomplete(document: Document) -> str | None:
@@ -100,7 +95,7 @@ def _bubble(document: Document) -> str:
     if figures["limit"] is None:
         return "bubble b = 100.0%: no compute was recorded"
     rate = "" if figures["samples_per_s"] is None else f", {figures['samples_per_s']:.1f} samples/s now"
-    faster = f"{figures['limit']:.2f}x faster ({_ms(figures['step_s'] / figures['limit'])} ms/step{rate})"
+    faster = f"{figures['limit']:.2f}x faster ({in_ms(figures['step_s'] / figures['limit'])} ms/step{rate})"
     return f"bubble b = {figures['bubble']:.1%}: without any bubble the run would be at most {faster}"
 
 
@@ -201,11 +196,11 @@ def _imbalance(document: Document) -> str | None:
     if split is None:
         return None
     data, hardware, jitter = (split[f"{cause}_s"] for cause in ("data", "hardware", "jitter"))
-    differ = f"of {_ms(data + hardware + jitter)} ms that ranks differ per step"
+    differ = f"of {in_ms(data + hardware + jitter)} ms that ranks differ per step"
     if split["method"] == "ranks":
-        return f"{differ}, {_ms(hardware)} are the same in every step, {_ms(data + jitter)} are not"
+        return f"{differ}, {in_ms(hardware)} are the same in every step, {in_ms(data + jitter)} are not"
     off = "" if split["residual"] is None else f", median error {split['residual']:.1%}"
-    causes = f"{_ms(data)} come from the data, {_ms(hardware)} from hardware, {_ms(jitter)} from neither"
+    causes = f"{in_ms(data)} come from the data, {in_ms(hardware)} from hardware, {in_ms(jitter)} from neither"
     return f"{differ}, {causes} (by the cost model{off})"
 
 
@@ -256,11 +251,11 @@ def _waits(document: Document) -> str | None:
         return f"wait for peers is not divided into straggler wait and transfer: {waits['reason']}"
     if document["run"]["world_size"] == 1:
         return None
-    uncertain = _ms(waits["uncertainty_s"])
+    uncertain = in_ms(waits["uncertainty_s"])
     return f"straggler wait and transfer are divided by the ranks' arrivals on one clock, with an uncertainty of {uncertain} ms"
 
 
 def _overhead(document: Document) -> str:
     overhead = document["overhead"]
-    parts = f"{_ms(overhead['exchange_s'])} for exchanges on a separate thread, {_ms(overhead['stamps_s'])} for stamps"
-    return f"profiler overhead {_ms(overhead['total_s'])} ms/step, {overhead['share']:.2%} of a step ({parts})"
+    parts = f"{in_ms(overhead['exchange_s'])} for exchanges on a separate thread, {in_ms(overhead['stamps_s'])} for stamps"
+    return f"profiler overhead {in_ms(overhead['total_s'])} ms/step, {overhead['share']:.2%} of a step ({parts})"

@@ -79,7 +79,7 @@ def write_trace(
     arrows, left_out = _arrows(waits, tracks)
     events += arrows
     events.sort(key=lambda event: (event["ts"], _ORDER[event["ph"]]))  # stable, so outer slices stay before inner ones
-    metadata = [event for process in (all_ranks, *(track.process for track in tracks)) for event in process.metadata()]
+    metadata = [event for process in (all_ranks, *tracks) for event in process.metadata()]
     return write_atomically(path, _chunks([*metadata, *events], {"arrows_left_out": left_out} if left_out else {}))
 
 
@@ -167,81 +167,6 @@ def _flow(phase: str, number: int, wait: _Wait, thread: Thread, tick: int) -> Ev
     return {"ph": phase, "id": number, **thread.place, "cat": "late", "name": name, "ts": tick / 8}
 
 
-class RankTracks:
-    """The threads of one rank: steps, stages, waits, background exchanges and Kineto's. ``origin`` is the zero of the ticks."""
-
-    def __init__(self, rank: int, origin: float, tids: Iterator[int]) -> None:
-        self.process = Process(rank, f"rank {rank}", tids, order=rank + 1)
-        self.steps, self.stages, self.waits = (self.process.thread(name) for name in ("step", "stages", "waits"))
-        self.notes: list[Event] = []
-        self._origin = origin
-        self._background: list[Slice] = []
-
-    def tick(self, seconds: float) -> int:
-        """Return the tick of a time on the rank's clock."""
-        return round((seconds - self._origin) * TICKS_PER_SECOND)
-
-    def add_step(self, step: ResolvedStep, intervals: Iterable[Interval], arrivals: Mapping[str, Arrival] | None) -> None:
-        """Add a step; ``arrivals`` has the last arrivals at its exchanges, None if unknown."""
-        self.steps.slices.append(self._slice(step.start, step.end, f"step {step.index}", "step", {"samples": step.samples}))
-        collectives = sorted(step.collectives, key=lambda c: c.start)
-        for interval in intervals:
-            if interval.kind in _STAGES:
-                name = interval.name or interval.kind
-                self.stages.slices.append(self._slice(interval.start, interval.end, name, interval.kind))
-            elif interval.kind in WAITS:
-                args = _arguments(_waited_for(interval, collectives), arrivals)
-                name = f"{interval.kind.replace('_', ' ')}: {interval.name}"
-                self.waits.slices.append(self._slice(interval.start, interval.end, name, interval.kind, args))
-        ahead = [c for c in step.collectives if c.start - c.arrive > NOTICEABLE]
-        for c in (*step.hidden, *ahead):
-            self._background.append(self._slice(c.arrive, max(c.arrive, c.done), c.name, "background", _bytes(c) or None))
-
-    def add_kineto_events(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Add slices and notes, with the name of the thread as ``tid`` and times in seconds."""
-        for event in events:
-            thread, start = self.process.thread(event["tid"]), self.tick(event["ts"])
-            if event["ph"] == "X":
-                end = self.tick(event["ts"] + event["dur"])
-                thread.slices.append(Slice(start, end, event["name"], event["cat"]))
-            else:
-                self.notes.append({**event, **thread.place, "ts": start / 8})
-
-    def nest_slices(self) -> None:
-        """Nest the slices after all were added, so that they can be looked up and written."""
-        for number, row in enumerate(rows_without_overlap(self._background), 1):
-            self.process.thread(_BACKGROUND if number == 1 else f"{_BACKGROUND}, {number}").slices = row
-        for thread in self.process.threads.values():
-            thread.nest_slices()
-
-    def events(self) -> Iterator[Event]:
-        """Yield all events except the metadata."""
-        yield from self.notes
-        for thread in self.process.threads.values():
-            yield from thread.events()
-
-    def _slice(self, start: float, end: float, name: str, cat: str, args: dict[str, Any] | None = None) -> Slice:
-        return Slice(self.tick(start), self.tick(end), name, cat, args)
-
-
-def _waited_for(wait: Interval, collectives: Sequence[ResolvedCollective]) -> ResolvedCollective:
-    """Return the collective that a rank waited for; of several, the one that began last, like ``intervals_of``."""
-    began = bisect_right(collectives, wait.start, key=lambda c: c.start)
-    return next(c for c in reversed(collectives[:began]) if c.end > wait.start)
-
-
-def _arguments(waited_for: ResolvedCollective, arrivals: Mapping[str, Arrival] | None) -> dict[str, Any]:
-    if arrivals is None:
-        return _bytes(waited_for)
-    last = arrivals[waited_for.key]
-    wait = max(0.0, min(last.seconds, waited_for.end) - waited_for.start)
-    return {**_bytes(waited_for), "last_rank": last.rank, "straggler_wait_s": round(wait, 6)}
-
-
-def _bytes(collective: ResolvedCollective) -> dict[str, Any]:
-    return {} if collective.moved is None else {"moved_bytes": collective.moved}
-
-
 @dataclass
 class Slice:
     """A section of a thread from tick ``start`` to tick ``end``."""
@@ -265,10 +190,6 @@ class Thread:
     def place(self) -> Event:
         """The fields that assign an event to this thread."""
         return {"pid": self.pid, "tid": self.tid}
-
-    def nest_slices(self) -> None:
-        """Cut crossing slices, because readers drop a slice that starts inside another and ends after it."""
-        self.slices = nested(self.slices)
 
     def at(self, tick: int) -> Slice | None:
         """Return the latest slice that started by ``tick``. It may have ended."""
@@ -309,6 +230,81 @@ class Process:
         for kind, name, order, thread in named:
             yield {"ph": "M", **thread.place, "name": f"{kind}_name", "args": {"name": name}}
             yield {"ph": "M", **thread.place, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
+
+
+class RankTracks(Process):
+    """The threads of one rank: steps, stages, waits, background exchanges and Kineto's. ``origin`` is the zero of the ticks."""
+
+    def __init__(self, rank: int, origin: float, tids: Iterator[int]) -> None:
+        super().__init__(rank, f"rank {rank}", tids, order=rank + 1)
+        self.steps, self.stages, self.waits = (self.thread(name) for name in ("step", "stages", "waits"))
+        self.notes: list[Event] = []
+        self._origin = origin
+        self._background: list[Slice] = []
+
+    def tick(self, seconds: float) -> int:
+        """Return the tick of a time on the rank's clock."""
+        return round((seconds - self._origin) * TICKS_PER_SECOND)
+
+    def add_step(self, step: ResolvedStep, intervals: Iterable[Interval], arrivals: Mapping[str, Arrival] | None) -> None:
+        """Add a step; ``arrivals`` has the last arrivals at its exchanges, None if unknown."""
+        self.steps.slices.append(self._slice(step.start, step.end, f"step {step.index}", "step", {"samples": step.samples}))
+        collectives = sorted(step.collectives, key=lambda c: c.start)
+        for interval in intervals:
+            if interval.kind in _STAGES:
+                name = interval.name or interval.kind
+                self.stages.slices.append(self._slice(interval.start, interval.end, name, interval.kind))
+            elif interval.kind in WAITS:
+                args = _arguments(_waited_for(interval, collectives), arrivals)
+                name = f"{interval.kind.replace('_', ' ')}: {interval.name}"
+                self.waits.slices.append(self._slice(interval.start, interval.end, name, interval.kind, args))
+        ahead = [c for c in step.collectives if c.start - c.arrive > NOTICEABLE]
+        for c in (*step.hidden, *ahead):
+            self._background.append(self._slice(c.arrive, max(c.arrive, c.done), c.name, "background", _bytes(c) or None))
+
+    def add_kineto_events(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Add slices and notes, with the name of the thread as ``tid`` and times in seconds."""
+        for event in events:
+            thread, start = self.thread(event["tid"]), self.tick(event["ts"])
+            if event["ph"] == "X":
+                end = self.tick(event["ts"] + event["dur"])
+                thread.slices.append(Slice(start, end, event["name"], event["cat"]))
+            else:
+                self.notes.append({**event, **thread.place, "ts": start / 8})
+
+    def nest_slices(self) -> None:
+        """Nest the slices after all were added, before they are looked up and written."""
+        for number, row in enumerate(rows_without_overlap(self._background), 1):
+            self.thread(_BACKGROUND if number == 1 else f"{_BACKGROUND}, {number}").slices = row
+        for thread in self.threads.values():
+            thread.slices = nested(thread.slices)  # readers drop a slice that starts inside another and ends after it
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events except the metadata."""
+        yield from self.notes
+        for thread in self.threads.values():
+            yield from thread.events()
+
+    def _slice(self, start: float, end: float, name: str, cat: str, args: dict[str, Any] | None = None) -> Slice:
+        return Slice(self.tick(start), self.tick(end), name, cat, args)
+
+
+def _waited_for(wait: Interval, collectives: Sequence[ResolvedCollective]) -> ResolvedCollective:
+    """Return the collective that a rank waited for; of several, the one that began last, like ``intervals_of``."""
+    began = bisect_right(collectives, wait.start, key=lambda c: c.start)
+    return next(c for c in reversed(collectives[:began]) if c.end > wait.start)
+
+
+def _arguments(waited_for: ResolvedCollective, arrivals: Mapping[str, Arrival] | None) -> dict[str, Any]:
+    if arrivals is None:
+        return _bytes(waited_for)
+    last = arrivals[waited_for.key]
+    wait = max(0.0, min(last.seconds, waited_for.end) - waited_for.start)
+    return {**_bytes(waited_for), "last_rank": last.rank, "straggler_wait_s": round(wait, 6)}
+
+
+def _bytes(collective: ResolvedCollective) -> dict[str, Any]:
+    return {} if collective.moved is None else {"moved_bytes": collective.moved}
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:

@@ -56,19 +56,7 @@ _ADVICE = {
 
 
 class BubbleVerdict(NamedTuple):
-    """The largest cause of bubbles.
-
-    Attributes:
-        cause: ``"data loading"``, ``"imbalance of data"``, ``"slow hardware"``, ``"uneven compute"`` (of unknown cause),
-            ``"embedding exchange"``, ``"dense communication"``, ``"other communication"``, ``"host overhead"``,
-            ``"padding"``, ``"idle device"`` (in compute), ``"waiting for peers"`` (not divided), ``"nothing"`` if no cause is
-            relevant, or a part of the step if the run was not replayed.
-        speed_up: speed-up without the cause, by the replay; None without a replay.
-        verdict: sentence with the cause and its cost.
-        why: figures of the cause.
-        next: setting to change, or page to read.
-        also: second largest cause and its advice; None if it is not relevant.
-    """
+    """Fields of ``verdict`` in the document, which ``schema.json`` describes. ``speed_up`` is None without a replay."""
 
     cause: str
     speed_up: float | None
@@ -221,14 +209,14 @@ def _data(document: Document, gain: float) -> _Finding:
     most = max(document["ranks"], key=lambda rank: rank["shares"]["data_wait"])
     uneven = most["shares"]["data_wait"] > 2 * document["summary"]["shares"]["data_wait"]
     where = f", most of it on rank {most['rank']}" if uneven else ""
-    why = f"A rank waits {_ms(share * step)} ms of a step of {_ms(step)} ms for its batch{where}."
+    why = f"A rank waits {in_ms(share * step)} ms of a step of {in_ms(step)} ms for its batch{where}."
     return _Finding("data loading", "Data wait", share, why)
 
 
 def _imbalance(document: Document, gain: float) -> _Finding:
     split, share = document["imbalance"] or {}, _shares_of(document)["straggler_wait"]
     parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
-    differ = f"Of {_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
+    differ = f"Of {in_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
     by_costs = split.get("method") == "cost model"
     largest = max(parts, key=parts.__getitem__)
     slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
@@ -237,7 +225,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
     explained = "what its samples explain" if by_costs else "as long as the others"
     named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
     if by_costs and largest == "data":
-        why = f"{differ}, {_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
+        why = f"{differ}, {in_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
         if not slow:
             return _Finding("imbalance of data", "Straggler wait", share, why, "caused by unequal histories")
         alone = next((case["speed_up"] for case in document["what_if"] if case["name"] == "equal histories"), None)
@@ -248,11 +236,11 @@ def _imbalance(document: Document, gain: float) -> _Finding:
     if largest == "hardware" and slow:
         why = f"{named[:1].upper()}{named[1:]}."
         if by_costs and parts["data"] > _WORTH_NAMING * parts["hardware"]:
-            why += f" {differ}, {_ms(parts['data'])} come from unequal histories."
+            why += f" {differ}, {in_ms(parts['data'])} come from unequal histories."
         return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
     why = "The ranks' compute differs from step to step, and the profiler does not know their samples."
     if by_costs:
-        why = f"{differ}, neither samples nor ranks explain {_ms(parts['jitter'])}."
+        why = f"{differ}, neither samples nor ranks explain {in_ms(parts['jitter'])}."
     return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
 
 
@@ -262,7 +250,7 @@ def _transfer(document: Document, gain: float) -> _Finding:
     exposed = max(exchanges, key=lambda exchange: exchange["transfer_s"])
     name, moved = exposed["name"], exposed["moved_bytes"] or 0
     behind = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"].endswith("(background)"))
-    why = f"A rank waits {_ms(exposed['transfer_s'])} ms of a step for {name} that nothing hides"
+    why = f"A rank waits {in_ms(exposed['transfer_s'])} ms of a step for {name} that nothing hides"
     if moved:
         alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"]
         fast = f", at {_short(moved / 1e6 / exposed['transfer_s'])} MB/s" if alone else ""
@@ -294,8 +282,8 @@ def _host(document: Document, gain: float) -> _Finding:
     shares = _shares_of(document)
     share = shares["host_overhead"] + shares["unexplained"]
     sections = sorted(document["host_s"].items(), key=lambda item: -item[1])[:2]
-    named = [f"{_ms(seconds)} ms in {name}" for name, seconds in sections if seconds >= _WORTH_NAMING * sections[0][1]]
-    why = f"A rank spends {_ms(share * _step_seconds(document))} ms of a step outside forward, backward and optimizer"
+    named = [f"{in_ms(seconds)} ms in {name}" for name, seconds in sections if seconds >= _WORTH_NAMING * sections[0][1]]
+    why = f"A rank spends {in_ms(share * _step_seconds(document))} ms of a step outside forward, backward and optimizer"
     why = ": ".join([why, *[", ".join(named)][: bool(named)]]) + "."
     if _has_no_data_spans(document):
         why += " No wait for data was recorded, so it may be part of that."
@@ -342,8 +330,9 @@ def _step_seconds(document: Document) -> float:
     return (document.get("replay") or document["summary"])["step_s"]
 
 
-def _ms(seconds: float) -> str:
-    return _short(seconds * 1e3)
+def in_ms(seconds: float) -> str:
+    """Return a time in milliseconds with three digits."""
+    return _short(round(seconds * 1e3, 3))
 
 
 def _short(figure: float) -> str:

@@ -1,4 +1,4 @@
-// Several runs against the first: bubble b, the share r of it that is gone, and the speed-up from end to end.
+// Comparison of runs with the first: bubble b, removed share r, and end-to-end speed-up.
 
 const runLabel = ({ run }, index) => `${index + 1}. ${run.label}`;
 const rate = ({ samples_per_s: found }) => (!known(found) ? UNKNOWN : found >= 1e5 ? short(found) : grouped(Number(digits(found))));
@@ -9,11 +9,11 @@ function ablation(body, reports, compared) {
   const slowest = reports.reduce((most, { summary }) => Math.max(most, summary.step_s), 0) || 1;
   const per = compared.runs[0].per;
   body.replaceChildren(table("Runs compared with the first", [["run"], ["parts of a step", null, "parts wide"], ["step"], ["samples/s", null, "wide"],
-    ["bubble b"], ["reduction r", `Share of the first run’s bubble time per ${per} that is gone.`], ["speed-up", `Time per ${per} of the first run over that of this one.`],
-    [`compute per ${per}`, "How it changed: by this the speed-up differs from 1/(1 − rb).", "wide"]],
+    ["bubble b"], ["reduction r", `Removed share of the first run’s bubble time per ${per}.`], ["speed-up", `Time per ${per} of the first run / time per ${per} of this run.`],
+    [`compute per ${per}`, "Relative change, which is the difference between the speed-up and 1/(1 − rb).", "wide"]],
   reports.map((report, index) => comparedRow(report, index, slowest, compared.runs[index - 1]))));
   if (compared.differences.length) body.append(el("div", { class: "warning", role: "note" },
-    "These runs did different work, so their speed-ups say little:", el("ul", {}, ...compared.differences.map((line) => el("li", {}, line)))));
+    "These runs did different work, so their speed-ups are not comparable:", el("ul", {}, ...compared.differences.map((line) => el("li", {}, line)))));
   if (compared.remarks.length) body.append(el("ul", { class: "note" }, ...compared.remarks.map((line) => el("li", {}, line))));
 }
 

@@ -7,30 +7,30 @@ function shares(body, report) {
   const items = parts.map(({ name, label, text }) => el("li", { title: text, "data-part": name }, swatch(name), el("span", {}, label),
     el("b", {}, percent(summary.shares[name])), el("span", { class: "quiet" }, seconds(name))));
   const efficiency = known(summary.overlap_efficiency)
-    ? ` Overlap efficiency, hidden over hidden + transfer, is ${percent(summary.overlap_efficiency)}.` : "";
+    ? ` The overlap efficiency, hidden / (hidden + transfer), is ${percent(summary.overlap_efficiency)}.` : "";
   const spoken = parts.map(({ name, label }) => `${label} ${percent(summary.shares[name])}`).join(", ");
   const bar = stack(summary.shares, 1, `Shares of wall time: ${spoken}`, percent), { padding } = summary; // reports of earlier versions lack padding
-  const padded = padding && `Padding: ${percent(padding.tokens)} of the computed tokens. It is part of compute, ${percent(padding.time)} of the wall time (${duration(padding.time * summary.step_s)} per step) if compute is proportional to the tokens.`;
+  const padded = padding && `Padding: ${percent(padding.tokens)} of the computed tokens, a part of compute. It takes ${percent(padding.time)} of the wall time (${duration(padding.time * summary.step_s)} per step) if compute is proportional to the tokens.`;
   if (padding) bar.append(el("span", { class: "padding", title: padded, "data-part": "padding", style: { width: `${100 * padding.time}%` } }));
   body.replaceChildren(bar, padding ? el("p", { class: "note padding-note" }, el("span", { class: "swatch padding", "aria-hidden": "true" }), padded) : "", el("ul", { class: "legend" }, ...items),
-    el("p", { class: "note", title: HIDDEN }, `Exchanges were hidden behind compute for ${percent(summary.shares.hidden)} of the wall time (${seconds("hidden")} per step).${efficiency}`),
+    el("p", { class: "note", title: HIDDEN }, `Compute hid exchanges for ${percent(summary.shares.hidden)} of the wall time (${seconds("hidden")} per step).${efficiency}`),
     el("details", {}, el("summary", {}, "What the parts mean"),
       el("dl", { class: "meanings" }, ...[...parts, { label: "hidden", text: HIDDEN }].flatMap(({ label, text }) => [el("dt", {}, label), el("dd", {}, text)]))));
 }
 
 const IDEAS = {
-  "perfect balance": "every rank computes the same in every step",
-  "full overlap": "every transfer is hidden behind compute",
-  "balance + overlap": "perfect balance and full overlap; their own gains overlap, too",
-  "no data wait": "every batch is there when it is asked for",
-  "no host overhead": "ranks do nothing but the model's work between exchanges",
-  "equal histories": "every rank works on the mean of their samples; slow ranks stay slow",
-  "no padding": "the ranks compute no padding",
-  "no contention": "transfers under way do not slow compute down",
+  "perfect balance": "all ranks compute equally long in every step",
+  "full overlap": "compute hides every transfer",
+  "balance + overlap": "both changes together; their gains overlap",
+  "no data wait": "every batch is ready when a rank needs it",
+  "no host overhead": "ranks only run the model between exchanges",
+  "equal histories": "every rank has samples of mean cost; slow ranks stay slow",
+  "no padding": "ranks compute no padding",
+  "no contention": "pending transfers do not slow down compute",
 };
 
 function whatIf(body, { what_if: ideas, replay, status }) {
-  if (!ideas.length) return body.replaceChildren(el("p", { class: "empty" }, "No what-if was worked out for this run."));
+  if (!ideas.length) return body.replaceChildren(el("p", { class: "empty" }, "The steps of this run were not replayed."));
   const end = Math.max(1.05, ...ideas.flatMap(({ speed_up, limit }) => [speed_up, limit]).filter(known));
   const place = (ratio) => `${(100 * Math.max(0, ratio - 1)) / (end - 1)}%`;
   const rows = ideas.map(({ name, speed_up, limit, note }) => el("tr", { "data-what-if": name },
@@ -43,17 +43,17 @@ function whatIf(body, { what_if: ideas, replay, status }) {
   if (!replay || replay.steps === status.steps) return body.replaceChildren(whole); // reports of earlier versions lack replay
   const some = replay.last_step - replay.first_step + 1 === replay.steps ? "S" : `${replay.steps} of s`;
   const share = percent(replay.shares.compute);
-  return body.replaceChildren(el("p", { class: "note" }, `${some}teps ${replay.first_step} to ${replay.last_step} were played again; of their time ${share} is compute.`), whole);
+  return body.replaceChildren(el("p", { class: "note" }, `${some}teps ${replay.first_step} to ${replay.last_step} were replayed; ${share} of their time is compute.`), whole);
 }
 
 const CAUSES = [
-  ["data_s", "data", "Samples that cost more: balancing them removes it."],
-  ["hardware_s", "hardware", "Ranks that are slower than their samples explain, step after step."],
-  ["jitter_s", "jitter", "What neither explains: it comes and goes."],
+  ["data_s", "data", "Samples with higher cost. Balancing them removes this part."],
+  ["hardware_s", "hardware", "Ranks that are slower in every step than their samples explain."],
+  ["jitter_s", "jitter", "Changing differences that neither explains."],
 ];
 
 function imbalance(body, found, ratio) {
-  if (!found) return body.replaceChildren(el("p", { class: "empty" }, "The causes were not told apart in this run."));
+  if (!found) return body.replaceChildren(el("p", { class: "empty" }, "The causes are unknown for this run."));
   const total = CAUSES.reduce((sum, [name]) => sum + Math.max(0, found[name]), 0);
   const excess = CAUSES.reduce((sum, [name]) => sum + found[name], 0);
   const slow = Object.entries(found.slow_ranks);
@@ -67,8 +67,8 @@ function imbalance(body, found, ratio) {
     el("p", { class: "note" }, slow.length
       ? `Slow hardware: ${slow.map(([rank, score]) => `rank ${rank} takes ${score.toFixed(2)} times as long as its samples explain`).join(", ")}.`
       : "No rank stands out as slow hardware."),
-    found.hardware_s < -0.01 * excess ? el("p", { class: "note" }, slow.length ? "Hardware counts less than nothing: ranks that are slow were given less work."
-      : "Hardware counts less than nothing: it is below the error of what samples explain.") : "",
-    el("p", { class: "note" }, (found.method === "ranks" ? "Told apart by ranks alone, without a cost model." : `Told apart by the ${found.method}.`)
+    found.hardware_s < -0.01 * excess ? el("p", { class: "note" }, slow.length ? "The value of hardware is negative, because slow ranks received less work."
+      : "The value of hardware is negative and within the error of the cost model.") : "",
+    el("p", { class: "note" }, (found.method === "ranks" ? "The causes are divided by rank, without a cost model." : `The causes are divided by the ${found.method}.`)
       + (known(found.residual) ? ` Its median error is ${percent(found.residual)}.` : "")));
 }

@@ -1,4 +1,4 @@
-// Numbers for people, and elements whose text is never markup.
+// Formats of numbers, and elements whose text is never parsed as HTML.
 
 const GAP = "\u00a0";
 const UNKNOWN = "–";
@@ -44,7 +44,7 @@ function moment(text) {
   return found ? `${found[1]} ${found[2]}${found[3] ? " UTC" : ""}` : text;
 }
 
-// Strings become text nodes: nothing that a document holds is ever read as HTML.
+// Strings become text nodes, so no content of a document is parsed as HTML.
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

@@ -1,4 +1,4 @@
-// What the writer packed into the page: gzip, in base64.
+// Content that the writer has packed into the page: gzip in base64.
 
 async function unpacked(place) {
   const text = atob(place.textContent.trim()), bytes = new Uint8Array(text.length);
@@ -6,7 +6,7 @@ async function unpacked(place) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
 }
 
-// Whole numbers of 8 bytes, of which the page has all first bytes, then all second ones, and so on: so they pack well.
+// Integers of 8 bytes. The page has all first bytes, then all second bytes, and so on, which compresses well.
 function planes(buffer) {
   const bytes = new Uint8Array(buffer), count = bytes.length / 8, found = new Float64Array(count);
   const half = (i, first) => bytes[i + first * count] | bytes[i + (first + 1) * count] << 8 | bytes[i + (first + 2) * count] << 16 | bytes[i + (first + 3) * count] << 24;
@@ -16,7 +16,7 @@ function planes(buffer) {
 
 const LIBRARY = document.getElementById("library");
 
-// Runs Plotly's JavaScript, which the security policy knows by its hash.
+// Runs Plotly's JavaScript, which the security policy allows by its hash.
 async function plotly() {
   if (typeof Plotly === "undefined") document.head.append(el("script", {}, await (await unpacked(LIBRARY)).text()));
 }

@@ -1,4 +1,4 @@
-// Puts the chosen run on the page.
+// Shows the selected run.
 
 const body = (id) => document.querySelector(`#${id} .body`);
 const put = (id, ...children) => document.getElementById(id).replaceChildren(...children.filter(known));
@@ -11,9 +11,9 @@ function header({ run, status, summary, verdict, ranks: there }) {
     run.accumulate_grad_batches > 1 ? `${run.accumulate_grad_batches} batches per update` : null, status.complete ? "complete" : "interrupted"];
   put("run", facts.filter(known).join(" · "));
   document.getElementById("status").className = status.complete ? "complete" : "interrupted";
-  const lost = status.not_exchanged ? ` ${plural(status.not_exchanged, "further step")} ran, but the ranks’ records of them were not brought together.` : "";
-  const missing = there.length < run.world_size ? ` Only ${plural(there.length, "rank")} of ${run.world_size} could be reported.` : "";
-  const reason = (status.reason ?? "no reason is known").replace(/\.$/, "");
+  const lost = status.not_exchanged ? ` ${plural(status.not_exchanged, "further step")} ran, but the ranks could not exchange the records.` : "";
+  const missing = there.length < run.world_size ? ` Only ${plural(there.length, "rank")} of ${run.world_size} are in the report.` : "";
+  const reason = (status.reason ?? "unknown reason").replace(/\.$/, "");
   put("status", status.complete ? (lost + missing).trim() || null : `Interrupted: ${reason}. The report covers ${plural(status.steps, "step")}.${lost}${missing}`);
   const told = verdict ?? { verdict: `${percent(summary.shares.compute)} of the ranks’ time was compute.` };
   put("verdict", ...["verdict", "why", "next", "also"].filter((name) => told[name]).map((name) => el("p", { class: name }, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), told[name])));
@@ -22,9 +22,9 @@ function header({ run, status, summary, verdict, ranks: there }) {
 function figures({ summary, overhead, balance, status }) {
   const list = [
     ["bubble", percent(summary.bubble), "1 − compute / wall time"],
-    ["limit", times(summary.limit), "speed-up if all of it were gone"],
+    ["limit", times(summary.limit), "speed-up without any bubble"],
     ["step time", duration(summary.step_s), "mean over ranks and steps"],
-    ["samples per second", rate(summary), known(summary.samples_per_s) ? `${grouped(summary.samples)} in all, all ranks` : "samples unknown"],
+    ["samples per second", rate(summary), known(summary.samples_per_s) ? `${grouped(summary.samples)} samples of all ranks` : "samples unknown"],
     ["compute imbalance", summary.compute_imbalance.toFixed(2), "slowest rank / mean rank, measured" + (known(summary.predicted_imbalance) ? `; ${summary.predicted_imbalance.toFixed(2)} predicted${balance ? ` by ${costs(balance, status)}` : ""}` : "")],
     ["profiler overhead", percent(overhead.share), `${duration(overhead.total_s)} per step`],
   ];
@@ -36,7 +36,7 @@ function footer({ run, version }) {
   put("footer", el("p", {}, ["Started " + moment(run.started), ...versions, `report version ${version}`].join(" · ")));
 }
 
-// What tells of the verdict's cause comes right below the shares.
+// The section that explains the verdict's cause follows the shares.
 const TELLS = { "data loading": "series", "imbalance of data": "imbalance", "slow hardware": "ranks", "uneven compute": "imbalance",
   "embedding exchange": "exchanges", "dense communication": "exchanges", "other communication": "exchanges", "host overhead": "host" };
 const SECTIONS = Array.from(document.querySelectorAll("main > section"));
@@ -79,7 +79,7 @@ function overTime(report, packed) {
 }
 
 async function start() {
-  if (typeof DecompressionStream === "undefined") return put("status", "This browser cannot unpack the page: use one of 2023 or later. The same figures stand in report.json.");
+  if (typeof DecompressionStream === "undefined") return put("status", "This browser does not support compressed data. Use a browser of 2023 or later. report.json contains the same figures.");
   const { reports, compared } = JSON.parse(await (await unpacked(document.getElementById("content"))).text());
   const series = await Promise.all(Array.from(document.querySelectorAll(".series"), async (place) => planes(await (await unpacked(place)).arrayBuffer())));
   const selector = document.getElementById("selector"), select = selector.querySelector("select");

@@ -1,27 +1,27 @@
-// The parts of a step, in the order in which they are stacked: compute first, then what is lost.
+// The parts of a step in the order of the stack: compute first, then the bubble.
 
 const PARTS = [
   ["forward", "forward", "Compute of the forward pass and the loss."],
   ["backward", "backward", "Compute of the gradients, without the time spent waiting for exchanges."],
   ["optimizer", "optimizer", "Compute of the parameter updates."],
-  ["straggler_wait", "straggler wait", "Waiting at an exchange until the last rank has arrived. Balancing the ranks’ work makes it shorter."],
-  ["transfer", "transfer", "From the arrival of the last rank until the result is there: bytes under way that no compute hid."],
-  ["wait", "wait for peers", "Waiting at an exchange that is not divided into straggler wait and transfer, because the ranks’ clocks were not aligned."],
-  ["data_wait", "data wait", "Waiting for the next batch, its copy to the device included."],
-  ["host_overhead", "host overhead", "The training loop, its hooks, callbacks and loggers, between the stages of a step."],
-  ["unexplained", "unexplained", "What is left over of the wall time."],
+  ["straggler_wait", "straggler wait", "Wait at an exchange until the last rank has arrived. Balancing the ranks’ work reduces it."],
+  ["transfer", "transfer", "Wait from the arrival of the last rank to the result: transfers that no compute hid."],
+  ["wait", "wait for peers", "Wait at an exchange that is not divided into straggler wait and transfer, because the ranks’ clocks were not aligned."],
+  ["data_wait", "data wait", "Wait for the next batch and its copy to the device."],
+  ["host_overhead", "host overhead", "Training loop, hooks, callbacks and loggers between the stages of a step."],
+  ["unexplained", "unexplained", "The remaining wall time."],
 ].map(([name, label, text]) => ({ name, label, text }));
-const HIDDEN = "Compute behind which an exchange was under way. It is part of compute and adds nothing to the wall time.";
+const HIDDEN = "Compute during which an exchange ran. It is part of compute and does not add to the wall time.";
 const COMPUTE = ["forward", "backward", "optimizer"];
 const LOST = PARTS.filter((part) => !COMPUTE.includes(part.name));
 const LABELS = Object.fromEntries(PARTS.map((part) => [part.name, part.label]));
 
-// The parts that a run has: where all waits are divided, there is no other wait for peers.
+// The parts of a run. If all waits are divided, there is no part for undivided waits.
 const partsOf = ({ summary }) => PARTS.filter(({ name }) => name !== "wait" || summary.shares.wait > 0);
 
 const swatch = (name) => el("span", { class: "swatch", "aria-hidden": "true", style: { background: `var(--${name})` } });
 
-// Shares or seconds of the parts, side by side; `scale` is the value that fills the width.
+// Shares or seconds of the parts as a stacked bar; `scale` is the value of the full width.
 function stack(values, scale, label, text) {
   const bars = PARTS.filter(({ name }) => values[name] > 0).map(({ name, label }) =>
     el("span", { title: `${label}: ${text(values[name])}`, "data-part": name,

@@ -1,4 +1,4 @@
-// The three pictures that Plotly draws: bubble by rank and step, the median step, and figures over the steps.
+// The three pictures of Plotly: bubble by rank and step, the median step, and figures over the steps.
 
 const MOST_HEIGHT = 520;
 const KINDS = { data: "data_wait", host: "host_overhead", pause: "pause" };
@@ -7,19 +7,19 @@ const KIND_ORDER = ["forward", "backward", "optimizer", "straggler_wait", "trans
 const CLOSE = 2.5e-6; // seconds: times are rounded to microseconds, so the same moment may differ between ranks by one or two
 const largest = (values) => values.reduce((a, b) => Math.max(a, b), 0);
 
-// Times on an axis: in which unit, so that its labels are short.
+// The unit of the times on an axis.
 const timeUnit = (most) => (most >= 9.9995 ? { scale: 1, ticksuffix: `${GAP}s` } : { scale: 1e3, ticksuffix: `${GAP}ms` });
 const PERCENT = { scale: 100, ticksuffix: `${GAP}%` };
 
 // -- bubble by rank and step
 
-// What the heat map tells of some ranks in some steps, worked out when it is asked for.
+// The label of a cell of the heat map, computed on demand.
 class Cell {
   constructor(data, steps, ranks) { Object.assign(this, { data, steps, ranks }); }
   get text() {
     const { data, steps, ranks } = this, count = (steps[1] - steps[0]) * (ranks[1] - ranks[0]);
     const times = [...data.parts, { name: "hidden", label: "hidden" }].map(({ name, label }) => `${label} ${duration(data.sum(name, steps, ranks) / count)}`);
-    const pairs = times.flatMap((one, i) => (i % 2 ? [] : [[one, ...times.slice(i + 1, i + 2)].join(", ")])); // a label that is higher than its picture is not shown
+    const pairs = times.flatMap((one, i) => (i % 2 ? [] : [[one, ...times.slice(i + 1, i + 2)].join(", ")])); // Plotly does not show a label that is higher than its picture
     return told(`${rankName(ranks)}, ${stepName(data, steps)}`, [`bubble ${percent(data.bubble(steps, ranks))} of ${duration(data.sum("wall", steps, ranks) / count)}`, ...pairs]);
   }
 }
@@ -27,7 +27,7 @@ class Cell {
 function heatmap(body, data) {
   const height = Math.max(64, Math.min(26 * data.ranks, MOST_HEIGHT)), ranks = bins(data.ranks, height), summary = heatmapText(data);
   const most = ranks.reduce((found, row) => { for (let s = 0; s < data.steps; s += 1) found = Math.max(found, data.bubble([s, s + 1], row)); return found; }, 0);
-  const top = Math.max(0.25, Math.ceil(most * 20) / 20); // the same wherever one zooms in
+  const top = Math.max(0.25, Math.ceil(most * 20) / 20); // independent of the zoom
   const stops = { rows: ranks.length };
   const note = el("p", { class: "note" });
   const make = (width, zoomed) => {
@@ -40,7 +40,7 @@ function heatmap(body, data) {
 }
 
 function heatmapFigure(data, ranks, steps, height, top, gap) {
-  const rows = [...ranks].reverse(); // from the bottom to the top
+  const rows = [...ranks].reverse(); // from bottom to top
   const z = rows.map((row) => steps.map((column) => data.bubble(column, row)));
   const scale = { tickvals: [0, top], ticktext: ["bubble 0", axisPercent(top)], tickfont: { color: colour("quiet") } };
   return {
@@ -54,7 +54,7 @@ function heatmapFigure(data, ranks, steps, height, top, gap) {
   };
 }
 
-// At most `most` groups of equal size, the last one of what is left, as [from, to) pairs.
+// At most `most` groups of equal size as [from, to) pairs; the last may be smaller.
 function bins(count, most) {
   const size = Math.ceil(count / Math.max(1, Math.floor(most)));
   return Array.from({ length: Math.ceil(count / size) }, (_, i) => [i * size, Math.min(count, (i + 1) * size)]);
@@ -84,7 +84,7 @@ function heatmapText(data) {
 
 function waterfall(body, median) {
   const intervals = median ? median.ranks.flatMap((list, rank) => list.map(([kind, name, start, end]) => ({ rank, kind, name, start, end }))) : [];
-  if (!intervals.length) return body.replaceChildren(el("p", { class: "empty" }, "This report holds no single step in full: none was kept."));
+  if (!intervals.length) return body.replaceChildren(el("p", { class: "empty" }, "This report contains no complete step."));
   const start = intervals.reduce((least, interval) => Math.min(least, interval.start), Infinity);
   const end = intervals.reduce((most, interval) => Math.max(most, interval.end), -Infinity);
   const late = arrivals(intervals, (end - start) / 100);
@@ -124,7 +124,7 @@ function lateRanks(late, start, scale) {
   };
 }
 
-// Arrow keys go through a rank's intervals in their order, and from rank to rank.
+// The arrow keys move between the intervals of a rank, and between ranks.
 function intervalStops(ranks, kinds) {
   const found = ranks.map(() => []);
   kinds.forEach(([, list], curveNumber) => list.forEach(({ rank, start }, pointNumber) => found[rank].push({ start, stop: { curveNumber, pointNumber } })));
@@ -133,7 +133,7 @@ function intervalStops(ranks, kinds) {
   return { rows: filled.length, columns: (row) => filled[row].length, at: (row, column) => [[filled[row][column].stop]] };
 }
 
-// Waits for one exchange end together; the rank that goes on to transfer at that moment without having waited was the last.
+// Waits for one exchange end together. A rank that starts its transfer at that time without a wait was the last.
 function arrivals(intervals, shortest) {
   const found = [];
   for (const interval of intervals.filter(({ kind }) => kind === "straggler_wait")) {
@@ -165,7 +165,7 @@ function intervalText({ rank, kind, name, start, end }, first, late) {
 
 // -- over the steps
 
-const FEW = 100; // steps that are bars side by side in the shares; more are areas
+const FEW = 100; // largest number of steps that are shown as bars; more are shown as areas
 const PANELS = [[0.76, 1], [0.44, 0.66], [0, 0.34]]; // from top to bottom, as shares of the height
 
 function series(body, data, summary) {
@@ -191,10 +191,10 @@ function series(body, data, summary) {
     };
   };
   const stops = { rows: 1, columns: () => data.steps, at: (_, column) => [{ xval: data.step[column] }, "xy"] };
-  body.replaceChildren(picture("series-picture", `Over the steps. ${captions.slice(0, 2).join(". ")}. Shares of wall time, stacked; their means stand in the section Where the time went.`, make, stops));
+  body.replaceChildren(picture("series-picture", `Over the steps. ${captions.slice(0, 2).join(". ")}. Stacked shares of wall time; the section Where the time went has their means.`, make, stops));
 }
 
-// Every step as a line, and their mean; where steps are closer than a line is wide, the means of neighbours stand out of them.
+// A line over all steps and their mean. If the steps are closer than the width of a line, a second line has the means of neighbours.
 function overSteps(name, x, values, mean, yaxis, { scale }, format, width) {
   const line = { type: "scatter", yaxis, showlegend: false }, groups = bins(x.length, (width - LEFT) / 3), crowded = groups.length < x.length;
   const of = (list, [from, to]) => list.slice(from, to).reduce((a, b) => a + b, 0) / (to - from);

@@ -1,4 +1,4 @@
-// The figures behind the pictures, as tables.
+// Tables of all figures.
 
 function ranks(body, report) {
   const slow = report.imbalance ? report.imbalance.slow_ranks : {};
@@ -21,13 +21,13 @@ function memory(body, held) {
   document.getElementById("memory").hidden = !held;
   if (!held) return body.replaceChildren();
   const reserved = held.ranks.some((rank) => known(rank.reserved_bytes)), judged = held.ranks.some((rank) => known(rank.grows));
-  const intro = `Read when the ranks exchange their records, ${plural(held.step.length, "time")}. Max over ranks / mean is ${held.imbalance.toFixed(2)} of what was held then, ${held.peak_imbalance.toFixed(2)} of the peaks.`
-    + (judged ? "" : " Too few for a word on growth.");
+  const intro = `Read at every exchange of records, ${plural(held.step.length, "time")}. The maximum over ranks / mean is ${held.imbalance.toFixed(2)} for the memory in use and ${held.peak_imbalance.toFixed(2)} for the peaks.`
+    + (judged ? "" : " There are too few readings to detect growth.");
   const rows = held.ranks.map(({ rank, current_bytes: now, peak_bytes: peak, reserved_bytes: kept, growth_bytes: growth, grows }) =>
     row([String(rank), ...(grows ? [" ", el("mark", {}, "grows")] : [])],
       [bytes(now), bytes(peak), ...(reserved ? [bytes(kept)] : []), ...(judged ? [growth < 0 ? `−${bytes(-growth)}` : bytes(growth)] : [])], { class: grows ? "slow" : null, "data-rank": rank }));
-  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Memory of each rank", [["rank"], ["now", "At the end of the last window."], ["peak", "The most it ever held."],
-    ...(reserved ? [["reserved", "What the allocator keeps, now included."]] : []), ...(judged ? [["growth per window", "Median over all pairs of windows. Marked where it is steady, more than chance and worth a look."]] : [])], rows));
+  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Memory of each rank", [["rank"], ["now", "At the end of the last window."], ["peak", "The largest memory in use."],
+    ...(reserved ? [["reserved", "The memory that the allocator holds, including now."]] : []), ...(judged ? [["growth per window", "Median over all pairs of windows. A mark shows steady growth above chance and of a relevant size."]] : [])], rows));
 }
 
 function exchanges(body, list) {
@@ -52,12 +52,12 @@ function host(body, sections, step) {
 function device(body, idle) {
   document.getElementById("device").hidden = !idle;
   if (!idle) return body.replaceChildren();
-  const intro = `What the device itself did during ${plural(idle.steps, "traced step")}: share of the time with a kernel that computes, with kernels that only move data, and with none.`;
+  const intro = `Kernels of the device during ${plural(idle.steps, "traced step")}: shares of the time with a kernel that computes, with kernels that only move data, and without kernels.`;
   return body.replaceChildren(el("p", { class: "lead" }, intro), table("Time of each device", [["rank"], ["compute"], ["moving data"], ["idle"]],
     idle.idle.map((share, rank) => row(String(rank), [percent(idle.compute[rank]), percent(idle.other[rank]), percent(share)]))));
 }
 
-// By which costs the steps were planned.
+// The origin of the costs in the plan.
 function costs({ fitted_steps: fitted }, { steps }) {
   if (fitted === 0) return "the costs as given";
   if (fitted === steps) return "costs fitted to measured times";
@@ -71,24 +71,24 @@ function balance(body, { balance: plan, summary, status }) {
   const limit = tokens ? tokens.fullest : null;
   const rows = [row("compute", [ratio(compute.as_drawn), ratio(compute.balanced), ratio(compute.lower_bound), percent(compute.gap), ratio(summary.compute_imbalance), ...(known(limit) ? [UNKNOWN] : [])])];
   if (tokens) rows.push(row("tokens", [ratio(tokens.as_drawn), ratio(tokens.balanced), UNKNOWN, UNKNOWN, UNKNOWN, ...(known(limit) ? [percent(limit)] : [])]));
-  const intro = `Max over ranks / mean. All but the measured figure are predicted, by ${costs(plan, status)}.`
+  const intro = `Maximum over ranks / mean. All values except the measured one are predicted by ${costs(plan, status)}.`
     + (known(compute.balanced) ? "" : " The samples of this run stayed as drawn.");
   return body.replaceChildren(el("p", { class: "lead" }, intro), table("Imbalance of compute and of tokens", [[""], ["as drawn"], ["balanced"],
-    ["lower bound", "No assignment of the same steps within the limits on the counts gets below it."], ["gap", "How far balanced is above the lower bound."], ["measured"],
-    ...(known(limit) ? [["fullest rank", "Tokens of the rank that had most in any step, as a share of what a rank may hold."]] : [])], rows));
+    ["lower bound", "No assignment of the same steps with the same limits on the counts is lower."], ["gap", "The relative distance of balanced from the lower bound."], ["measured"],
+    ...(known(limit) ? [["fullest rank", "The largest number of tokens of a rank in any step, as a share of its limit."]] : [])], rows));
 }
 
 function certainty(body, { wait_attribution: waits, run, overhead }) {
   const { clock } = waits;
-  const divided = run.world_size === 1 ? "With one rank there is nobody to wait for."
-    : "Divided by every rank’s arrival at an exchange, on one clock: until the last arrival it is straggler wait, after it transfer.";
+  const divided = run.world_size === 1 ? "With one rank there are no waits for peers."
+    : "Divided at the arrival of the last rank on one clock: straggler wait before, transfer after.";
   const facts = [
     ["Wait for peers", waits.aligned ? divided : `Not divided into straggler wait and transfer: ${waits.reason}`],
-    ["Turn from wait to transfer off by", waits.aligned ? `± ${duration(waits.uncertainty_s)}` : null],
-    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_s)}, ${plural(clock.rejected, "slow answer")} left out, `
+    ["Uncertainty of this time", waits.aligned ? `± ${duration(waits.uncertainty_s)}` : null],
+    ["Clocks", clock && `compared ${plural(clock.syncs, "time")}, best round trip ${duration(clock.round_trip_s)}, ${plural(clock.rejected, "slow answer")} not used, `
       + `drift ${(clock.drift * 1e6).toFixed(2)} µs per second`],
-    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.total_s)}, of which exchanging records ${duration(overhead.exchange_s)}, on a thread aside, `
-      + `and stamps ${duration(overhead.stamps_s)}, inside it`],
+    ["The profiler’s own cost", `${percent(overhead.share)} of the step: ${duration(overhead.total_s)}, ${duration(overhead.exchange_s)} for exchanges of records on a separate thread, `
+      + `${duration(overhead.stamps_s)} for stamps inside the step`],
   ].filter(([, value]) => known(value));
   body.replaceChildren(el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
 }

@@ -61,7 +61,7 @@ def test_tables_and_bars_of_a_run(show):
     assert table[0][0].endswith("; a note") and table[3][0].endswith(IDEAS[3]["note"]) and table[3][1] == "left out"
     assert _legend(page, "imbalance") == ["data 60.0 % 6.00 ms", "hardware 30.0 % 3.00 ms", "jitter 10.0 % 1.00 ms"]
     text = words(page, "#imbalance .body")
-    assert "10.0 ms longer" in text and "rank 3 takes 1.30 times" in text and "ranks alone" in text
+    assert "10.0 ms longer" in text and "rank 3 takes 1.30 times" in text and "by rank" in text
     assert "wait for peers" not in page.evaluate("document.querySelector('main').textContent")
 
 
@@ -99,7 +99,7 @@ def test_memory_stands_in_a_table_and_a_rank_that_grows_stands_out(show):
         ["1 grows", "635 MiB", "731 MiB", "826 MiB", "5.72 MiB"],
     ]
     assert every(page, "#memory tr.slow", "e.dataset.rank") == ["1"]
-    assert "1.31 of the peaks" in words(page, "#memory .body")
+    assert "1.31 for the peaks" in words(page, "#memory .body")
 
 
 def run_of(label, step_s, bubble, run=(), summary=(), **changes):
