@@ -24,11 +24,9 @@ from lightning_freescale.profiling.recording.observed_work import replaced
 
 @contextmanager
 def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], None] | None = None) -> Iterator[None]:
-    """Make the fit of ``trainer`` accept batches of type :class:`MicroBatches`, by replacing methods without public hooks.
+    """Make the fit accept batches of type :class:`MicroBatches`, by replacing methods without public hooks.
 
-    Args:
-        trainer: the Trainer.
-        take_loaded: called with each such batch before the user's hooks get its parts.
+    ``take_loaded`` is called with each such batch before the user's hooks get its parts.
     """
     optimization, module = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.lightning_module
     make_closure, before_transfer = optimization._make_closure, module._on_before_batch_transfer
@@ -77,11 +75,7 @@ class _MicroBatchClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run all closures, and return the output of ``training_step`` for the whole batch.
-
-        Raises:
-            ValueError: ``training_step`` returned None for a part, with several ranks.
-        """
+        """Run all closures, and return the output of ``training_step`` for the whole batch."""
         trainer, results = self._trainer, []
         logged = _LoggedInParts(trainer)
         for index, (part, run) in enumerate(zip(self._batch.batches, self._parts)):
@@ -90,20 +84,15 @@ class _MicroBatchClosure(Closure):
                 try:
                     results.append(run.closure(*args, **kwargs))
                 except RuntimeError as error:
-                    _refuse_skipped(error, index, len(self._parts))
-                    raise
+                    if not str(error).startswith("Skipping the `training_step` by returning None"):
+                        raise
+                    raise ValueError(
+                        f"training_step returned None for micro-batch {index + 1} of {len(self._parts)}. With several ranks, "
+                        "no rank may skip one. Return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
+                        "FreeScaleDataModule(micro_batches=1)"
+                    ) from error
         logged.combine()
         return _whole(results, self._batch.shares)
-
-
-def _refuse_skipped(error: RuntimeError, index: int, parts: int) -> None:
-    """Replace Lightning's ``error`` about a skipped ``training_step`` by a ValueError with the fix."""
-    if str(error).startswith("Skipping the `training_step` by returning None"):
-        raise ValueError(
-            f"training_step returned None for micro-batch {index + 1} of {parts}. With several ranks, no rank may skip one. "
-            "Return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
-            "FreeScaleDataModule(micro_batches=1)"
-        ) from error
 
 
 def _weighed(step_fn: Callable[[], ClosureResult], share: float) -> Callable[[], ClosureResult]:

@@ -88,11 +88,7 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Remove Lightning's launcher in a notebook, which it refuses even if there is no process to start.
-
-        Raises:
-            RuntimeError: there are processes to start.
-        """
+        """Remove Lightning's launcher in a notebook, which it refuses even if there is no process to start."""
         super()._configure_launcher()
         if not imports._IS_INTERACTIVE:
             if isinstance(launcher := self._launcher, _SubprocessScriptLauncher):
@@ -167,9 +163,6 @@ def create_for_attempt(
     """Create the default process group in a store of its own if torchrun provides one store for all attempts.
 
     Otherwise do nothing, because Lightning creates the group.
-
-    Raises:
-        RuntimeError: a rank did not join within the timeout.
     """
     if environment is None or dist.is_initialized() or not has_torchrun_store():
         return

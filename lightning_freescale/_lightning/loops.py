@@ -218,10 +218,8 @@ def warn_of_what_is_missing(checkpoint: Mapping[str, Any], key: str, trainer: Tr
 class LoaderWrapper:
     """A wrapper that has all attributes of the wrapped loader; subclasses define the iteration.
 
-    Args:
-        loader: the loader.
-        state_of: an object whose ``state_dict`` and ``load_state_dict`` replace those of the loader, if the loader has them.
-        own: attributes of the wrapper itself. All other attributes are set on the loader.
+    If the loader has ``state_dict`` and ``load_state_dict``, those of ``state_of`` replace them. Attributes in ``own`` are set
+    on the wrapper, and all others on the loader.
     """
 
     def __init__(self, loader: Any, state_of: Any = None, **own: Any) -> None:
@@ -244,11 +242,7 @@ class LoaderWrapper:
 
 
 class PredictionLoader(LoaderWrapper):
-    """A loader whose batches a ``BasePredictionWriter`` gets together with the numbers of their samples.
-
-    Args:
-        loader: a loader whose ``sampler`` is a :class:`BalancedSampler` of one epoch.
-    """
+    """A loader with a :class:`BalancedSampler` of one epoch, whose sample numbers a ``BasePredictionWriter`` gets."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, batch_sampler=_PlannedSamples(loader.sampler))

@@ -74,8 +74,7 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> AbstractContextManager[
 class ProgressLine:
     """A text among the metrics of the Trainer's progress bar; without effect if the Trainer has no bar.
 
-    Args:
-        name: the name of the text. If the user logs a metric with this name, the text is shown as ``freescale/name``.
+    If the user logs a metric called ``name``, the text is shown as ``freescale/name``.
     """
 
     def __init__(self, name: str) -> None:

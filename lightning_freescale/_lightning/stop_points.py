@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
@@ -21,14 +22,7 @@ _REQUEUE = "requeue"
 
 
 class StopPoints:
-    """The points between batches at which all ranks stop after one rank got a signal.
-
-    Args:
-        trainer: the Trainer, whose loops stop by SIGTERMException, as they do for a single rank.
-        request: requests all ranks to stop, for a reason; it is called in the signal handler.
-        stops_at: returns whether all ranks stop at a point.
-        why: returns the reason of the request.
-    """
+    """The points between batches at which all ranks stop by SIGTERMException after one rank got a signal."""
 
     def __init__(
         self,
@@ -67,24 +61,26 @@ class StopPoints:
         methods: dict[str, Any] = {"advance": advance_or_stop}
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # some versions broadcast before each batch
             methods["_broadcast_sigterm_tensor"] = lambda: None
-        with replaced(connector, handlers), replaced(loop, methods):
+        strategy, evaluation = self._trainer.strategy, {}
+        for stage in ("validation", "test", "predict"):
+            start, step = f"on_{stage}_start", f"{stage}_step"
+            evaluation[start] = partial(self._begin_evaluation, getattr(strategy, start))
+            evaluation[step] = partial(self._evaluate_batch, getattr(strategy, step), stage == "predict")
+        with replaced(connector, handlers), replaced(loop, methods), replaced(strategy, evaluation):
             yield
 
-    def begin_evaluation(self) -> None:
-        """Begin validation, test or prediction, where ranks may have different numbers of batches."""
-        self._step, self._batch = self._step + 1, 0
+    def _begin_evaluation(self, begin: Callable[[], None]) -> None:
+        begin()
+        self._step, self._batch = self._step + 1, 0  # ranks may have different numbers of batches
 
-    def note_evaluation_batch(self) -> None:
-        """Pass a batch of validation or test, and make the loop stop after it if all ranks stop there."""
+    def _evaluate_batch(self, evaluate: Callable[..., Any], predicts: bool, *args: Any, **kwargs: Any) -> Any:
         self._batch += 1
-        # the checkpoint for requeueing is saved between batches of training
-        if self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
+        if predicts:
+            self.stop_here()
+        # validation and test stop after the batch. The checkpoint for requeueing is saved between batches of training
+        elif self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
             self._set_received()
-
-    def stop_at_prediction_batch(self) -> None:
-        """Pass a batch of prediction, see :meth:`stop_here`."""
-        self._batch += 1
-        self.stop_here()
+        return evaluate(*args, **kwargs)
 
     def end_training(self) -> None:
         """Pass the end of training, see :meth:`stop_here`."""

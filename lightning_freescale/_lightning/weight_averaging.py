@@ -45,9 +45,7 @@ def _set_up(callback: Any, trainer: Trainer, module: LightningModule, stage: str
 def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> None:
     """Make a callback with a postponed copy average the dense parameters and shards of this rank, in and after this fit.
 
-    Args:
-        callback: one of :func:`averaging_callbacks`.
-        averages: creates a :class:`lightning_freescale.strategy.weight_averaging.ShardAverages` on a device.
+    ``averages`` creates a :class:`lightning_freescale.strategy.weight_averaging.ShardAverages` on a device.
     """
     average = callback._average_model
     own = averages(average.n_averaged.device)

@@ -29,10 +29,7 @@ _PREDICTED_STEPS = 8
 class BalanceMonitor:
     """Compares the plans of all ranks, logs their balance, and detects how batches are padded.
 
-    Args:
-        trainer: the Trainer, after it has its training loader.
-        timeline: the timeline that records the comparison of plans.
-        group: the gloo group for measurements; None for a single rank.
+    Create it after the Trainer has its training loader. ``group`` is None for a single rank.
     """
 
     def __init__(self, trainer: Trainer, timeline: Timeline, group: dist.ProcessGroup | None) -> None:
@@ -44,7 +41,7 @@ class BalanceMonitor:
         self._sums = BalanceSums()
         self._logged_step = -1
         self._padding = None
-        train = map_style_data(trainer)
+        self._train = train = map_style_data(trainer)
         if train is not None and train.lengths is not None and not train.padding_is_known:
             self._padding = PaddingWatch(train, self._gather)
 
@@ -60,7 +57,8 @@ class BalanceMonitor:
             if sampler.epoch != self._epoch:
                 self._start_epoch(sampler)
             if self.trainer.is_global_zero:
-                self._log_step(self._with_base(sampler, sampler.balance(step)))
+                balance, base = sampler.balance(step), self._base_in(sampler.epoch)
+                self._log_step(balance.with_base(base, sampler.num_replicas) if base else balance)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
 
     def observe_padding(self, step: int, batch: Any) -> None:
@@ -95,19 +93,13 @@ class BalanceMonitor:
                 "randomness"
             )
 
-    def _with_base(self, sampler: Any, balance: StepBalance) -> StepBalance:
-        base = self._base_in(sampler.epoch)
-        return balance.with_base(base, sampler.num_replicas) if base else balance
-
     @property
     def _plans_padding(self) -> bool:
         """Whether the plans of current or later steps take padding into account."""
-        train = map_style_data(self.trainer)
-        return train is not None and train.plans_padding
+        return self._train is not None and self._train.plans_padding
 
     def _base_in(self, epoch: int) -> float:
-        train = map_style_data(self.trainer)
-        return 0.0 if train is None else train.base_in(epoch)
+        return 0.0 if self._train is None else self._train.base_in(epoch)
 
     def _log_step(self, balance: StepBalance) -> None:
         if balance.padding is None and self._plans_padding:
@@ -135,7 +127,7 @@ class BalanceMonitor:
         sampler = self.sampler
         if not getattr(sampler, "balance_steps", False):
             return None
-        train = map_style_data(self.trainer)
+        train = self._train
         lengths = None if train is None else train.lengths
         costs, given = self._planned_by
         options: dict[str, Any] = {"assignment_mode": given["assignment_mode"]}
@@ -158,12 +150,7 @@ class BalanceMonitor:
 
 
 class PaddingWatch:
-    """Detects padding from the first batches of a fit on all ranks.
-
-    Args:
-        train: the training data, with lengths.
-        gather: returns the values of all ranks, by rank. Collective.
-    """
+    """Detects padding from the first batches of a fit on all ranks. ``gather`` is collective."""
 
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather

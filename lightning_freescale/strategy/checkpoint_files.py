@@ -54,11 +54,7 @@ class CheckpointFiles:
 
     @contextmanager
     def deferring(self, local: bool, filepath: Any, device: torch.device) -> Generator[None, None, None]:
-        """Defer the tables of a checkpoint in the block until they are written, if ``local`` is True.
-
-        Raises:
-            ValueError: a folder would be written to a remote file system, or by a plugin.
-        """
+        """Defer the tables of a checkpoint in the block until they are written, if ``local`` is True."""
         if not local and self._in_folder:
             kind = "async" if self._in_background else "sharded"
             raise ValueError(
@@ -82,7 +78,7 @@ class CheckpointFiles:
         Args:
             checkpoint: the content of the checkpoint.
             path: the file or folder.
-            parameters: this rank's parameters of the module.
+            parameters: this rank's parameters of the module, dense and sharded.
 
         Raises:
             OSError: the checkpoint cannot be written; on the rank that writes a file.

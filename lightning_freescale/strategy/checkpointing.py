@@ -84,16 +84,22 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         """
         self.drain()
         state = super().lightning_module_state_dict()
-        return state if self.tables is None else _unsharded().module_state_dict(self.tables, state, **self.files.hold())
+        return (
+            state
+            if self.tables is None
+            else checkpoint_module("unsharded").module_state_dict(self.tables, state, **self.files.hold())
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.tables is None:
-            weights = _materialized(checkpoint["state_dict"])
+            weights = checkpoint_module("sharded_folder").materialized(checkpoint["state_dict"])
             super().load_model_state_dict({**checkpoint, "state_dict": weights}, strict)
         else:
             with self.writing_tables():
-                _unsharded().load_module_state_dict(self.lightning_module, self.tables, checkpoint["state_dict"], strict)
+                checkpoint_module("unsharded").load_module_state_dict(
+                    self.lightning_module, self.tables, checkpoint["state_dict"], strict
+                )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -103,7 +109,9 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        state, self._extra = _unsharded().optimizer_state_dict(self.tables, self.groups, state, **self.files.hold())
+        state, self._extra = checkpoint_module("unsharded").optimizer_state_dict(
+            self.tables, self.groups, state, **self.files.hold()
+        )
         return state
 
     @override
@@ -183,10 +191,10 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
-                dense = _unsharded().load_optimizer_state_dict(self.tables, self.groups, full, extra)
+                dense = checkpoint_module("unsharded").load_optimizer_state_dict(self.tables, self.groups, full, extra)
             checkpoint = {"optimizer_states": [dense]}
         # the optimizer must not keep tensors that are mapped from the checkpoint's file
-        states = _materialized(checkpoint["optimizer_states"])
+        states = checkpoint_module("sharded_folder").materialized(checkpoint["optimizer_states"])
         states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, states)
         super().load_optimizer_state_dict({"optimizer_states": states})
 
@@ -237,11 +245,3 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             assert self.model is not None
             ranks, self._restored_gradients = self._restored_gradients, []
             restore_accumulated(ranks, self.trainer.lightning_module, self._sharded_names(), self.model, self.engine)
-
-
-def _unsharded() -> Any:
-    return checkpoint_module("unsharded")
-
-
-def _materialized(tree: Any) -> Any:
-    return checkpoint_module("sharded_folder").materialized(tree)

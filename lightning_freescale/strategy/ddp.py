@@ -17,15 +17,11 @@ from lightning_freescale.training.setup import refuse_shared_gpu
 
 
 class TrainerDDP(DDPBase):
-    """DDPStrategy that stops all ranks together and reports the first failure of a rank to the others.
-
-    Attributes:
-        at_teardown: callbacks that run when the Trainer is done. A subclass that overrides ``teardown`` closes it.
-    """
+    """DDPStrategy that stops all ranks together and reports the first failure of a rank to the others."""
 
     def __init__(self, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
-        self.at_teardown = ExitStack()
+        self.at_teardown = ExitStack()  # closed by the subclass that overrides teardown
         self._notices: RankNotices | None = None
         self._stop_points: StopPoints | None = None
 
@@ -82,39 +78,6 @@ class TrainerDDP(DDPBase):
         exception.args = tuple(_renamed(argument) for argument in exception.args)
         self._report_failure(exception)  # of a hook before or after the loop; failures inside it are reported already
 
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._begin_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._begin_evaluation()
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.note_evaluation_batch()
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.note_evaluation_batch()
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stop_points is not None:
-            self._stop_points.stop_at_prediction_batch()
-        return super().predict_step(*args, **kwargs)
-
     def look_for_notices(self) -> None:
         """Read the notices of other ranks before a collective that a failed rank would never join."""
         if self._notices is not None:
@@ -125,10 +88,6 @@ class TrainerDDP(DDPBase):
         self.look_for_notices()
         if self._stop_points is not None:
             self._stop_points.end_training()
-
-    def _begin_evaluation(self) -> None:
-        if self._stop_points is not None:
-            self._stop_points.begin_evaluation()
 
     def _report_failure(self, exception: BaseException) -> None:
         """Report this rank's failure to the other ranks. If another rank caused it, add that rank and its error instead."""

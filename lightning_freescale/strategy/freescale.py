@@ -27,10 +27,9 @@ from lightning_freescale.strategy.setup import set_up_tables
 from lightning_freescale.strategy.tuning.tuner import Tuner, hold_micro_batches, settle_without_exchange
 from lightning_freescale.strategy.validation import (
     refuse_accumulation,
-    refuse_checkpoint,
+    refuse_options,
     refuse_sampler,
     refuse_second_backward,
-    refuse_target,
     refuse_unsupported,
     warn_of_loader,
 )
@@ -116,10 +115,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         **ddp_options: Any,
     ) -> None:
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
-        refuse_checkpoint(checkpoint)
+        refuse_options(checkpoint, target_bubble_reduction)
         super().__init__(CheckpointFiles(checkpoint), **ddp_options)
         self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange)
-        refuse_target(target_bubble_reduction)
         self.target_bubble_reduction = target_bubble_reduction
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None

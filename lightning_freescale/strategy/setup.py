@@ -47,9 +47,6 @@ def set_up_tables(
     """Shard the collections ``found`` in the LightningModule, wrap the rest in DDP, and return the step of the tables.
 
     Collective. It replaces the set-up of DDPStrategy.
-
-    Raises:
-        ValueError: the run would not be exact, or an optimizer cannot update sharded tables.
     """
     module, device = trainer.lightning_module, strategy.root_device
     assert strategy.accelerator is not None
@@ -83,13 +80,7 @@ def set_up_tables(
 
 
 def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
-    """Allocate parameters and buffers that are on the meta device, and initialise them with ``reset_parameters``.
-
-    The submodules in ``leave`` stay as they are: their tables are initialised in shards.
-
-    Raises:
-        ValueError: a submodule on the meta device has no ``reset_parameters``.
-    """
+    """Allocate and initialise parameters and buffers on the meta device, except in ``leave``: tables, initialised in shards."""
     for path, child in module.named_modules():
         own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         if child in leave or not any(tensor.is_meta for tensor in own):

@@ -29,12 +29,7 @@ _BECAUSE = "strategy 'freescale' updates the embedding tables during backward"
 def refuse_run(
     trainer: Trainer, found: list[tuple[Collection, Any]], plain: Sequence[Collection], device: torch.device, fitting: bool
 ) -> None:
-    """Check that a run with the collections ``found`` is exact, before anything is changed.
-
-    Raises:
-        ValueError: the data has more ids than a table has rows, a collection does not work on ``device``, or a fit needs
-            something that does not work with tables that are updated during backward.
-    """
+    """Raise a ValueError if a run with the collections ``found`` would not be exact, before anything is changed."""
     from lightning_freescale.embeddings.id_checks import check_num_embeddings
     from lightning_freescale.embeddings.managed_collision import refuse_device
 
@@ -92,19 +87,15 @@ def refuse_several_optimizers(error: RuntimeError, module: Any) -> None:
         ) from error
 
 
-def refuse_target(target: Any) -> None:
-    """Raise a ValueError for a ``target_bubble_reduction`` that is not a share."""
+def refuse_options(checkpoint: str, target: Any) -> None:
+    """Raise a ValueError for an invalid ``checkpoint`` or ``target_bubble_reduction``."""
+    if checkpoint not in ("single", "sharded", "async"):
+        raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single', 'sharded' or 'async'")
     if target is not None and not 0 < target <= 1:
         raise ValueError(
             f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble to remove, above 0 and at "
             "most 1, such as 0.9, or None"
         )
-
-
-def refuse_checkpoint(checkpoint: str) -> None:
-    """Raise a ValueError for an unknown ``checkpoint``."""
-    if checkpoint not in ("single", "sharded", "async"):
-        raise ValueError(f"FreeScaleStrategy(checkpoint={checkpoint!r}): pass 'single', 'sharded' or 'async'")
 
 
 def refuse_unequal_shapes(tensor: Tensor, group: Any) -> None:

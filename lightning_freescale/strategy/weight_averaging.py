@@ -29,17 +29,7 @@ def unfit_for_averages(tables: ShardedTables) -> dict[str, str]:
 
 
 class ShardAverages:
-    """The averages of one callback: dense parameters and this rank's rows.
-
-    Args:
-        strategy: the strategy of the module.
-        tables: the sharded tables of the module.
-        name: the name of the averages in a folder.
-        device: the device of the averages.
-
-    Attributes:
-        module: the copy of the module that holds the averages.
-    """
+    """The averages of one callback: ``module``, with dense parameters and this rank's rows. ``name`` is unique in a folder."""
 
     def __init__(self, strategy: UnshardedCheckpointStrategy, tables: ShardedTables, name: str, device: torch.device) -> None:
         assert strategy.lightning_module is not None

@@ -69,12 +69,7 @@ class TableStrategy:
         split_backward: bool,
         exchange: str,
     ) -> None:
-        """Check and keep the options.
-
-        Raises:
-            ValueError: ``transport`` or ``exchange`` has an unknown value, or an option has no effect beside another one.
-            TypeError: ``ids_of`` is not callable, or ``shard`` is not a list of paths.
-        """
+        """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
         if exchange not in ("flat", "two_level", "torchrec"):
             raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat', 'two_level' or 'torchrec'")
         if exchange == "two_level" and not dedup:
@@ -190,16 +185,8 @@ def refuse_shared_gpu(error: RuntimeError) -> None:
 def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, advise: str = "") -> Found:
     """Return the embedding collections of a module, see :func:`.find_collections`; none if TorchRec is not installed.
 
-    Args:
-        module: the module.
-        shard: plain ``nn.Embedding`` modules to shard as well.
-        warn: whether to warn about collections that cannot be sharded, and to log if there are none.
-        advise: name of the strategy in messages about large ``nn.Embedding`` modules that it shards or could shard; empty for
-            no messages.
-
-    Raises:
-        ValueError: an ``nn.Embedding`` that ``shard`` names cannot be sharded.
-        ModuleNotFoundError: ``shard`` is given and TorchRec is not installed.
+    With ``warn``, warn about collections that cannot be sharded, and log if there are none. ``advise`` is the name of the
+    strategy in messages about large ``nn.Embedding`` modules that it shards or could shard, or empty for no messages.
     """
     found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
@@ -211,13 +198,13 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
         for path in unsupported_collections(module, found) if warn else ():
             rank_zero_warn(f"embedding collection {path!r} has a type that cannot be sharded. It is replicated as with 'ddp'")
         if advise:
-            _tell_embeddings(choice, shard, found, advise)
+            _log_embeddings(choice, shard, found, advise)
     if warn and not found:
         rank_zero_info("strategy 'freescale': the module has no embedding collection to shard. It trains as with 'ddp'")
     return found
 
 
-def _tell_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strategy: str) -> None:
+def _log_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strategy: str) -> None:
     """Log which large ``nn.Embedding`` modules could be sharded, or which ones ``shard="auto"`` shards."""
     from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
 
@@ -228,14 +215,12 @@ def _tell_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strate
             f"reduces its dense gradient. To shard it, pass {strategy}(shard={[*sizes]!r}) or shard='auto'"
         )
     if shard == "auto":
-        none = (
-            ""
-            if any(c.embedding for c, _ in found)
-            else f"finds no nn.Embedding with {LARGE_EMBEDDING} or more values to shard"
-        )
-        taken = f"shards {', '.join(sizes.values())}" if sizes else none
-        if taken:  # otherwise an earlier fit has sharded them
-            rank_zero_info(f"strategy 'freescale': shard='auto' {taken}")
+        if sizes:
+            rank_zero_info(f"strategy 'freescale': shard='auto' shards {', '.join(sizes.values())}")
+        elif not any(c.embedding for c, _ in found):  # otherwise an earlier fit has sharded them
+            rank_zero_info(
+                f"strategy 'freescale': shard='auto' finds no nn.Embedding with {LARGE_EMBEDDING} or more values to shard"
+            )
         for reason in choice.unshardable.values():
             rank_zero_info(f"strategy 'freescale': shard='auto' does not shard an nn.Embedding: {reason}")
 
@@ -258,13 +243,8 @@ def shard_tables(
 ) -> ShardedTables:
     """Shard the tables, each with its optimizer in ``groups``, and return them. Collective.
 
-    TorchRec's own exchanges get a process group of their own. The default group stays as Lightning made it.
-
-    Args:
-        sharding: the tables, taken out of their module.
-        groups: the parameter groups of the user's optimizer; None if there is no optimizer.
-        earlier: the tables of an earlier run; their process group is used again if its options are the same.
-        strategy: the options ``plan`` and ``transport``, and the numbers of ranks.
+    TorchRec's own exchanges get a process group of their own, or that of ``earlier`` tables with the same options. The default
+    group stays as Lightning made it.
     """
     optimizers = sharding.in_backward if groups is None else groups.optimizers
     lazy = [] if groups is None else sorted(key for key, how in optimizers.items() if how.moves_without_gradient)

@@ -35,24 +35,14 @@ _MOST_TRIALS = 2
 
 @dataclass
 class Progress:
-    """The state of the choice; the same on every rank, and saved in checkpoints.
-
-    Attributes:
-        start: the initial values.
-        kept: the best values so far.
-        untried: settings to try, in this order.
-        tried: the number of trials of each setting.
-        remaining: share of the initial lost time that is still lost.
-        checked: the values that were last compared with the initial ones.
-        frozen: whether the choice is final.
-    """
+    """The state of the choice; the same on every rank, and saved in checkpoints."""
 
     start: Values
-    kept: Values
-    untried: list[str]
+    kept: Values  # the best values so far
+    untried: list[str]  # in the order of the trials
     tried: Counter[str]
-    remaining: float = 1.0
-    checked: Values | None = None
+    remaining: float = 1.0  # share of the initial lost time that is still lost
+    checked: Values | None = None  # the values that were last compared with the initial ones
     frozen: bool = False
 
     @property
@@ -68,11 +58,8 @@ class Autopilot:
     ``FreeScaleDataModule(micro_batches="auto")`` is one trial of one setting.
 
     Args:
-        trainer: the Trainer.
         settings: the allowed values of each setting, by its name and in the order of the trials.
         start: the initial values.
-        schedule: the schedule of the micro-batches, if they are among the settings.
-        table_step: the step whose ``split_backward`` is switched.
         gather: returns the values of all ranks, see :func:`.gather_objects`; None for a single rank.
         times: compute times of the steps; needed with a target.
         target: share of the bubble to remove; None for one trial of each setting.
@@ -118,10 +105,7 @@ class Autopilot:
     def start_step(self, epoch: int, step: int, cost: float) -> None:
         """Begin a step with its settings. Collective in the first step and in steps that decide.
 
-        Args:
-            epoch: the epoch of the step.
-            step: the index of the step in the epoch.
-            cost: the predicted cost of the slowest rank; 0 if unknown.
+        ``cost`` is the predicted cost of the slowest rank; 0 if unknown.
         """
         if not self.frozen and self._trial is None:
             self._try_next(max(self._gather(self._handed_out(epoch, step))))

@@ -36,17 +36,10 @@ _KEPT = 32
 
 
 class ComputeTimes:
-    """Starts and ends the timeline's steps, unless a profiler does, and provides the compute times of the last steps.
-
-    Args:
-        timeline: an enabled timeline.
-
-    Attributes:
-        step: the number of the current step, from 0 on.
-    """
+    """Starts and ends the steps of an enabled timeline, unless a profiler does, and provides the last compute times."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.step = -1
+        self.step = -1  # the number of the current step, from 0 on
         self._timeline, self._drives = timeline, not timeline.driven
         self._records: dict[int, StepRecord] = {}
         timeline.on_step = self._keep
@@ -92,12 +85,9 @@ class ComputeTimes:
 
 
 class PredictedAndMeasured:
-    """The predicted and the measured imbalance of the newest epoch's measured steps.
+    """The predicted and the measured imbalance (maximum / mean over ranks) of the newest epoch's measured steps.
 
-    Attributes:
-        epoch, steps: the epoch, and the number of its measured steps.
-        predicted: mean of the steps' predicted imbalance, weighted by compute.
-        measured: maximum over ranks of compute / mean, in the same mean.
+    Both are means over steps, weighted by compute.
     """
 
     def __init__(self) -> None:
@@ -136,14 +126,7 @@ class PredictedAndMeasured:
 
 
 class CostCalibrator:
-    """Measures the compute time of every rank, fits costs on rank 0, and uses the fit for planning if it predicts better.
-
-    Args:
-        trainer: the Trainer.
-        data: its data module.
-        times: compute times of the steps.
-        group: a process group of all ranks for CPU tensors.
-    """
+    """Measures the compute time of every rank, fits costs on rank 0, and uses the fit for planning if it predicts better."""
 
     def __init__(self, trainer: Trainer, data: Any, times: ComputeTimes, group: dist.ProcessGroup) -> None:
         self.trainer = trainer

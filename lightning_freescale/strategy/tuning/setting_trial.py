@@ -29,19 +29,12 @@ compute times are empty if they were not requested."""
 
 @dataclass(frozen=True)
 class SettingComparison:
-    """Comparison of candidates with the first one, in seconds, as means over ranks.
+    """Comparison of candidates with the first one, in seconds, as means over ranks."""
 
-    Attributes:
-        seconds: the median time of a step with each candidate, at the mean cost.
-        saved: the median time that each candidate saves, over pairs of steps.
-        agreeing: the share of the pairs in which each candidate is faster.
-        compute: the median compute time of a step with the first candidate.
-    """
-
-    seconds: list[float]
-    saved: list[float]
-    agreeing: list[float]
-    compute: float
+    seconds: list[float]  # median step time with each candidate, at the mean cost
+    saved: list[float]  # median time that each candidate saves, over pairs of steps
+    agreeing: list[float]  # share of the pairs in which each candidate is faster
+    compute: float  # median compute time of a step with the first candidate
 
     @property
     def best(self) -> int:
@@ -83,11 +76,8 @@ class _Step:
 class SettingTrial:
     """Times this rank's steps until each candidate has been measured often enough.
 
-    Args:
-        candidates: the number of candidates.
-        clock: the clock of the rank's device.
-        compute: maps the number of a step that has just ended to a function that returns its compute time in seconds; None
-            if compute times are not needed.
+    ``compute`` maps the number of a step that has just ended to a function that returns its compute time in seconds. It is None
+    if compute times are not needed.
     """
 
     def __init__(self, candidates: int, clock: Clock, compute: Callable[[int], Callable[[], float]] | None = None) -> None:
@@ -100,14 +90,9 @@ class SettingTrial:
         """The number of steps so far, measured or not."""
 
     def start_step(self, epoch: int, step: int, candidate: int | None, cost: float = 0.0, number: int = 0) -> bool:
-        """Record the begin of a step, and return whether the trial continues; the same on every rank.
+        """Record the start of a step, and return whether the trial continues; the same on every rank.
 
-        Args:
-            epoch: the epoch of the step.
-            step: the index of the step in the epoch.
-            candidate: the candidate that the step measures; None if it measures none.
-            cost: the predicted cost of the slowest rank.
-            number: the number of the step for its compute time.
+        ``candidate`` is None for a step that measures none, and ``number`` is the number of the step for its compute time.
         """
         before, now = self._current, _Step(epoch, step, candidate, cost, number, self._clock.stamp())
         # only between two consecutive steps of an epoch, the time is that of one step

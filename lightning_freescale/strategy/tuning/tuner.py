@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -30,16 +31,9 @@ class Tuner:
     Creating it is collective. The strategy creates it at set-up and not at the start of training, where a failing hook of one
     rank would leave the other ranks waiting for a process group.
 
-    Args:
-        trainer: the Trainer.
-        timeline: the timeline that records compute times.
-        timeout: the timeout of the process group.
-        at_teardown: the stack for everything that must be undone at the end.
-
     Attributes:
         group: a gloo group of all ranks for measurements, so that they do not queue behind collectives of training. None for a
             single rank.
-        autopilot: the object that chooses settings; None if there is nothing to choose.
     """
 
     def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta, at_teardown: ExitStack) -> None:
@@ -70,11 +64,8 @@ class Tuner:
     ) -> Autopilot | None:
         """Start measuring, after the Trainer has its loader, and return the autopilot if there is one.
 
-        Args:
-            table_step: the step of the sharded tables; None without tables.
-            target: the share of the bubble that the autopilot removes; None for no autopilot.
-            hides_nothing: why compute does not hide the exchange of all collections; empty if it does.
-            chosen: the state of the autopilot in the loaded checkpoint.
+        ``hides_nothing`` is the reason why compute does not hide the exchange of all collections, or empty. ``chosen`` is the
+        state of the autopilot in the loaded checkpoint.
         """
         self._times = ComputeTimes(self._timeline) if self._timeline.enabled else None
         self._calibrator = None
@@ -131,9 +122,6 @@ class Tuner:
             self._times.stop()
             self._times = None
 
-    def _gather(self, value: Any) -> list[Any]:
-        return [value] if self.group is None else gather_objects(value, self.group)
-
     def _new_autopilot(self, step: TableStep | None, target: float | None, hides_nothing: str) -> Autopilot | None:
         schedule = schedule_of(self._trainer.train_dataloader)
         settings: dict[str, Sequence[Any]] = {}  # allowed values of each; settings that keep results bitwise come first
@@ -148,15 +136,14 @@ class Tuner:
             _log_choice(target, settings, hides_nothing)
         if not settings:
             return None
-        times = None if target is None else self._times
         return Autopilot(
             self._trainer,
             settings,
             start,
             schedule=schedule,
             table_step=step,
-            gather=self._gather,
-            times=times,
+            gather=None if self.group is None else partial(gather_objects, group=self.group),
+            times=None if target is None else self._times,
             target=target,
         )
 
