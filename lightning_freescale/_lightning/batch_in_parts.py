@@ -88,8 +88,8 @@ class _MicroBatchClosure(Closure):
                         raise
                     raise ValueError(
                         f"training_step returned None for micro-batch {index + 1} of {len(self._parts)}. With several ranks, "
-                        "no rank may skip one. Return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or use "
-                        "FreeScaleDataModule(micro_batches=1)"
+                        "no rank may skip one. Return a loss of 0 that is part of the graph, such as 0 * predicted.sum(), or "
+                        "use FreeScaleDataModule(micro_batches=1)"
                     ) from error
         logged.combine()
         return _whole(results, self._batch.shares)

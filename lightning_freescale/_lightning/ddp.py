@@ -31,10 +31,28 @@ waits for slow set-up and saving, and keeps Lightning's timeout."""
 
 class _OptionsOfDDP:
     _ddp_kwargs: dict[str, Any]
+    _start_method: Any
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
+
+    def setup_environment(self) -> None:
+        """Create the default process group, and explain NCCL's error about several ranks on one GPU."""
+        try:
+            super().setup_environment()  # type: ignore[misc]
+        except RuntimeError as error:
+            if "Duplicate GPU detected" not in str(error):
+                raise
+            raise RuntimeError(
+                f"several ranks run on one GPU, which NCCL does not support. Pass {type(self).__name__}("
+                'process_group_backend="gloo"), or use one GPU for each rank'
+            ) from error
+
+    @property
+    def unsupported_options(self) -> tuple[str, int | None]:
+        """The options ``start_method`` and ``model_averaging_period``."""
+        return self._start_method, getattr(self, "_model_averaging_period", None)
 
     @property
     def ddp_options(self) -> dict[str, Any]:
@@ -81,11 +99,6 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    @property
-    def unsupported_options(self) -> tuple[str, int | None]:
-        """The options ``start_method`` and ``model_averaging_period``."""
-        return self._start_method, self._model_averaging_period
-
     @override
     def _configure_launcher(self) -> None:
         """Remove Lightning's launcher in a notebook, which it refuses even if there is no process to start."""
@@ -113,11 +126,6 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
 
 class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     """Base class of strategies for Fabric that shard and wrap the module themselves."""
-
-    @property
-    def start_method(self) -> str:
-        """The method that starts processes."""
-        return self._start_method
 
     @property
     def ddp_device_ids(self) -> list[int] | None:

@@ -52,11 +52,11 @@ def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> No
     average.module = own.module
 
     def update(module: nn.Module) -> None:
-        own.drain()
+        own.strategy.drain()
         AveragedModel.update_parameters(average, module)
 
     def write(method: Callable[..., None], module: LightningModule) -> None:
-        with own.writing_tables():
+        with own.strategy.writing_tables():
             method(module)
 
     def save(method: Callable[..., None], trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> No
         checkpoint["state_dict"] = own.unsharded(checkpoint["state_dict"])
 
     def load(method: Callable[..., None], trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        with own.writing_tables():
+        with own.strategy.writing_tables():
             method(trainer, module, own.load(checkpoint))
 
     vars(average)["update_parameters"] = update

@@ -31,7 +31,6 @@ from lightning_freescale.training.setup import (
     collections_of,
     new_table_step,
     refuse_ddp_options,
-    refuse_shared_gpu,
     refuse_unknown_options,
     shard_tables,
     table_sharding,
@@ -91,7 +90,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             refuse_options_of_the_trainer(ddp_options)
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
-            refuse_ddp_options(self.start_method)
+            refuse_ddp_options(*self.unsupported_options)
             self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange)
         if clip_gradients and exchange == "torchrec":
             raise ValueError(
@@ -111,15 +110,6 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         return f"<{_NAME}, which only lightning.fabric supports: from lightning.fabric import Fabric, not lightning_fabric>"
 
     # -- set-up
-
-    @override
-    def setup_environment(self) -> None:
-        try:
-            super().setup_environment()
-        except RuntimeError as error:
-            with speaking_of_fabric():
-                refuse_shared_gpu(error)
-            raise
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

@@ -18,12 +18,9 @@ from lightning_freescale.data.map_style import MapStyleData, map_style_data
 from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shapes_of
 from lightning_freescale.profiling.recording.timeline import Timeline
 
-_MOST_STEPS = 12
-"""Steps after which batches without a sign of padding count as jagged."""
-_UNDECIDED_STEPS = 2
-"""Steps after which samples are sorted by length, so that batches differ in length."""
-_PREDICTED_STEPS = 8
-"""Steps of the forecast in the log."""
+_MOST_STEPS = 12  # steps after which batches without a sign of padding count as jagged
+_UNDECIDED_STEPS = 2  # steps after which samples are sorted by length, so that batches differ in length
+_PREDICTED_STEPS = 8  # steps of the forecast in the log
 
 
 class BalanceMonitor:

@@ -26,20 +26,12 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """Writes checkpoints to a file or to a folder, and reads them.
-
-    Args:
-        kind: ``"single"``, ``"sharded"`` or ``"async"``, see :class:`.FreeScaleStrategy`.
-
-    Attributes:
-        training: whether training is running, so that a checkpoint can be written in the background.
-        weights_only: the default of ``weights_only`` for calls that read a checkpoint without it.
-    """
+    """Writes checkpoints to a file or to a folder, and reads them. ``kind`` is ``"single"``, ``"sharded"`` or ``"async"``."""
 
     def __init__(self, kind: str) -> None:
         self._in_folder, self._in_background = kind != "single", kind == "async"
-        self.training = False
-        self.weights_only: bool | None = None
+        self.training = False  # whether training is running, beside which a checkpoint can be written
+        self.weights_only: bool | None = None  # the default for calls that read a checkpoint
         self._group: ProcessGroup | None = None  # of all ranks, for data on the CPU
         self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
         self._thread = WorkerThread("freescale checkpoint")
@@ -75,15 +67,8 @@ class CheckpointFiles:
     def write(self, checkpoint: dict[str, Any], path: Path, parameters: Mapping[str, Tensor]) -> bool:
         """Write a checkpoint if its tables are deferred, and return whether they are. Collective.
 
-        Args:
-            checkpoint: the content of the checkpoint.
-            path: the file or folder.
-            parameters: this rank's parameters of the module, dense and sharded.
-
-        Raises:
-            OSError: the checkpoint cannot be written; on the rank that writes a file.
-            RuntimeError: the same on the other ranks, or the previous write in the background failed.
-            ValueError: the checkpoint, or the previous one in the background, has non-finite values.
+        ``parameters`` are this rank's dense and sharded parameters. An error of the previous write in the background is raised
+        here. If rank 0 cannot write a file, it raises an OSError, and the other ranks a RuntimeError.
         """
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training
@@ -137,10 +122,6 @@ class CheckpointFiles:
         """Read a checkpoint. Each rank reads its own rows of the tables later, when they are loaded. Collective.
 
         If the last checkpoint of a ``ModelCheckpoint`` is damaged, read the newest complete one in the same folder instead.
-
-        Raises:
-            FileNotFoundError: ``path`` does not exist.
-            ValueError: the checkpoint is damaged, or ``path`` is not a checkpoint.
         """
         reading = checkpoint_module("conversion")
         try:

@@ -39,29 +39,20 @@ if TYPE_CHECKING:
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.strategy.tuning.autopilot import Autopilot
 
-_EXTRA = "freescale"
-"""The checkpoint key of state that only this strategy has."""
+_EXTRA = "freescale"  # the checkpoint key of state that only this strategy has
 
 
 class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
-    """DDPStrategy that saves and loads sharded tables, their optimizer states and the random states of all ranks.
-
-    Attributes:
-        files: the writer and reader of checkpoint files.
-        groups: the parameter group of the user's optimizer for each table; None outside of a fit.
-        accumulating: whether no optimizer step follows the current batch or micro-batch.
-        gradients_wait: whether accumulated gradients wait for an optimizer step.
-        autopilot: the object that chooses settings by measurement; None outside of a fit, and if there is nothing to choose.
-        chosen_settings: the state of the autopilot in the loaded checkpoint; after a fit, its final state.
-    """
+    """DDPStrategy that saves and loads sharded tables, their optimizer states and the random states of all ranks."""
 
     def __init__(self, files: CheckpointFiles, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
         self.files = files
-        self.groups: ParameterGroups | None = None
-        self.autopilot: Autopilot | None = None
-        self.chosen_settings: dict[str, Any] = {}
-        self.accumulating = self.gradients_wait = False
+        self.groups: ParameterGroups | None = None  # None outside of a fit
+        self.autopilot: Autopilot | None = None  # None outside of a fit, and if there is nothing to choose
+        self.chosen_settings: dict[str, Any] = {}  # state of the autopilot in the loaded checkpoint, or after a fit
+        self.accumulating = False  # whether no optimizer step follows the current batch or micro-batch
+        self.gradients_wait = False  # whether accumulated gradients wait for an optimizer step
         self._extra: dict[str, Any] = {}
         self._random_states: list[dict[str, Any]] = []
         self._restored_gradients: list[dict[str, Any]] = []
@@ -84,11 +75,10 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         """
         self.drain()
         state = super().lightning_module_state_dict()
-        return (
-            state
-            if self.tables is None
-            else checkpoint_module("unsharded").module_state_dict(self.tables, state, **self.files.hold())
-        )
+        if self.tables is None:
+            return state
+        unsharded: dict[str, Any] = checkpoint_module("unsharded").module_state_dict(self.tables, state, **self.files.hold())
+        return unsharded
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

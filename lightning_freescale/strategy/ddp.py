@@ -13,7 +13,6 @@ from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.strategy.validation import refuse_several_optimizers, refuse_unequal_shapes
-from lightning_freescale.training.setup import refuse_shared_gpu
 
 
 class TrainerDDP(DDPBase):
@@ -33,11 +32,7 @@ class TrainerDDP(DDPBase):
 
     @override
     def setup_environment(self) -> None:
-        try:
-            super().setup_environment()
-        except RuntimeError as error:
-            refuse_shared_gpu(error)
-            raise
+        super().setup_environment()
         self._notices = notices_of_ranks(self.group_timeout)  # before a hook of the user can fail
         if self._notices is not None:
             self.at_teardown.callback(self._close_notices, self._notices)

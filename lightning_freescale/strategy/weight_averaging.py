@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,22 +32,14 @@ class ShardAverages:
 
     def __init__(self, strategy: UnshardedCheckpointStrategy, tables: ShardedTables, name: str, device: torch.device) -> None:
         assert strategy.lightning_module is not None
-        self._strategy, self._tables, self._name = strategy, tables, name
+        self.strategy, self._tables, self._name = strategy, tables, name
         self._live: nn.Module = strategy.lightning_module
         copies: dict[int, Any] = {id(sharded): _AveragedCollection(sharded, device) for _, sharded in tables.modules}
         self.module = deepcopy(self._live, copies).to(device)
 
-    def drain(self) -> None:
-        """Apply pending updates of the tables. Collective."""
-        self._strategy.drain()
-
-    def writing_tables(self) -> AbstractContextManager[None]:
-        """Return a context for writes to the tables. Collective."""
-        return self._strategy.writing_tables()
-
     def unsharded(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict of ``module`` with whole tables. Collective."""
-        hold = self._strategy.files.hold()
+        hold = self.strategy.files.hold()
         return module_state_dict(self._tables, state, **hold, shards=self._shards(), kind=(self._name,))
 
     def load(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

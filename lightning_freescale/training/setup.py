@@ -170,15 +170,6 @@ def refuse_ddp_options(start_method: str, model_averaging_period: int | None = N
         )
 
 
-def refuse_shared_gpu(error: RuntimeError) -> None:
-    """Raise a RuntimeError with the fix if NCCL has failed because several ranks run on one GPU."""
-    if "Duplicate GPU detected" in str(error):
-        raise RuntimeError(
-            "several ranks run on one GPU, which NCCL does not support. Pass "
-            'FreeScaleStrategy(process_group_backend="gloo"), or use one GPU for each rank'
-        ) from error
-
-
 # -- steps of the set-up, in their order
 
 

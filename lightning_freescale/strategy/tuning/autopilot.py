@@ -27,8 +27,7 @@ Place: TypeAlias = tuple[int, int]
 """Epoch and step."""
 
 _CHECK = "all changes"
-_MARGIN = 8
-"""Steps that a rank's loader may read ahead while the ranks agree."""
+_MARGIN = 8  # steps that a rank's loader may read ahead while the ranks agree
 _MOST_TRIALS = 2
 """Trials of a setting. A setting that was rejected may help after another one was kept."""
 

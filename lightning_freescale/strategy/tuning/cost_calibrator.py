@@ -22,17 +22,13 @@ from lightning_freescale.profiling.analysis.breakdown import attribute
 from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
 
-WARMUP = 3
-"""First steps of a fit that are not measured, because they allocate and compile."""
+WARMUP = 3  # first steps of a fit that are not measured, because they allocate and compile
 WINDOW, FEW = 25, 5
 """Steps between two exchanges of measured times, and the smaller number that is enough at the end of an epoch."""
-LAG = 3
-"""Newest steps on a device that wait for the next exchange, because they may still be running."""
-COMPARED_STEPS = 4
-"""Steps on which two cost models are compared."""
+LAG = 3  # newest steps on a device that wait for the next exchange, because they may still be running
+COMPARED_STEPS = 4  # steps on which two cost models are compared
 
-_KEPT = 32
-"""Steps whose records are kept."""
+_KEPT = 32  # steps whose records are kept
 
 
 class ComputeTimes:

@@ -10,12 +10,9 @@ from typing import Any, TypeAlias
 
 from lightning_freescale.profiling.recording.records import Clock
 
-MEASURED = 15
-"""Measured steps of each candidate."""
-LONGEST = 100
-"""Steps of a trial per candidate, including steps that cannot be timed, after which it ends without a result."""
-WORTH_IT = 0.01
-"""Share of a step that a candidate must save."""
+MEASURED = 15  # measured steps of each candidate
+LONGEST = 100  # steps of a trial per candidate, including steps that cannot be timed, after which it ends without a result
+WORTH_IT = 0.01  # share of a step that a candidate must save
 AGREEING = 0.7
 """Share of the pairs of steps in which a candidate must be faster. By chance alone, some candidate is always the fastest."""
 
