@@ -123,7 +123,8 @@ class IncomingRows:
         """Return these rows, with those of the ranks marked in ``by`` replaced by ``new``; whole nodes with proxies."""
         forwarded = None
         if self.forwarded is not None:
-            by = _of_nodes(by, len(self.sizes))
+            ranks = len(by) // len(self.sizes)  # of a node
+            by = [any(by[first : first + ranks]) for first in range(0, len(by), ranks)]
             forwarded = (new if by[self.forwarded.node] else self).forwarded
         pairs = zip(self.rows.split(self.sizes), new.rows.split(new.sizes), by)
         parts = [later if changed else earlier for earlier, later, changed in pairs]
@@ -167,12 +168,6 @@ class RowSubset:
         chosen = [end - start for start, end in zip([0, *edges], edges)]
         others = [size - count for size, count in zip(sizes, chosen)]
         return cls(index, chosen), cls((~mask).nonzero().squeeze(1), others)
-
-
-def _of_nodes(by: Sequence[bool], nodes: int) -> list[bool]:
-    """Return the nodes that have a marked rank."""
-    each = len(by) // nodes
-    return [any(by[node * each : (node + 1) * each]) for node in range(nodes)]
 
 
 def _each_once(keys: Tensor, starts: Tensor, key_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
