@@ -1,4 +1,4 @@
-"""Loaders that make a batch in the memory of the one before: each batch is trained on as it was fetched."""
+"""Loaders that reuse the memory of a batch: training gets each batch as it was fetched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _same_dict() -> Iterator[Any]:
 
 
 def _turns_to_arrays() -> Iterator[Any]:
-    """The numbers are the same in the copy and in the batch, but not their type."""
+    """Yield a batch whose ids turn from tensors into arrays of the same numbers."""
     batch: dict[str, Any] = {}
     for number in range(6):
         batch["ids"] = np.array([number // 2 * 2]) if number % 2 else torch.tensor([number])
@@ -56,7 +56,7 @@ def _first(batch: Any) -> int:
 
 
 def _trained(loader: Any, prefetch: int = 0) -> tuple[list[int], list[int], list[str]]:
-    """What is trained on and what comes next, by a loop that fetches some batches before it trains; and what is said."""
+    """Return the trained and the next batches of a loop that fetches batches ahead, and its warnings."""
     loader = LookaheadLoader(loader)
     trained, upcoming, held = [], [], []
     with warnings.catch_warnings(record=True) as caught:

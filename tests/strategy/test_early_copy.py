@@ -1,4 +1,4 @@
-"""Batches go to the device once, before they are trained on: on CPU with stand-ins for its memory and streams."""
+"""Batches are copied to the device once, before training on them; tested on the CPU with simulated memory and streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, STEPS = torch.device("cpu"), 8
 
 
 class Device:
-    """Memory of its own, for whatever is copied without waiting."""
+    """A simulated device with memory for asynchronous copies."""
 
     def __init__(self) -> None:
         self.copied: Counter[int] = Counter()
@@ -67,7 +67,7 @@ def test_a_batch_goes_to_the_device_once_and_gives_the_same_numbers(ranks: int, 
         assert early.losses == plain.losses
         assert_same(early.weights, plain.weights, rtol=0, atol=0)
         assert early.statistics["mispredicted_lookups"] == 0 and early.statistics["predicted_lookups"] > 0
-        # Lightning copies the first, nobody any other again; of the first, the stand-in takes what moves its ids for a copy
+        # Lightning copies only the first; the simulation counts the move of its ids as a copy
         assert copied[0] == 0 and copied[parts:] == [1] * parts * (STEPS - 1)
 
 

@@ -1,4 +1,4 @@
-"""One batch ahead: the same batches, errors and states as without, and always in step with the training loop."""
+"""Looking one batch ahead keeps batches, errors and states, and stays in step with the training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.recommender import trainer
 
 
 class Counting:
-    """Yields 0, 1, ... and can go on where it was; ``bad`` says where it fails, or yields None."""
+    """Yields 0, 1, ... and can resume; ``bad`` maps a number to its error, or to None."""
 
     def __init__(self, size: int, bad: dict[int, Any] | None = None) -> None:
         self.size, self.bad, self.counts = size, bad or {}, {"next": 0}
@@ -43,7 +43,7 @@ class Counting:
 
 
 class Resumable(Counting):
-    """Hands out the very object that it counts in."""
+    """Returns the object that it counts in."""
 
     def state_dict(self) -> dict[str, int]:
         return self.counts
@@ -66,7 +66,7 @@ def test_the_same_batches_each_fetched_one_early() -> None:
 
 
 def test_upcoming_is_the_next_batch_until_the_end() -> None:
-    for prefetch in range(3):  # of the consumer, which then is as many batches ahead
+    for prefetch in range(3):  # the number of batches that the consumer is ahead
         loader = LookaheadLoader(list(range(6)))
         assert loader.next_batch is UNKNOWN
         for _ in range(2):  # a new iteration starts anew
@@ -81,7 +81,7 @@ def test_upcoming_is_the_next_batch_until_the_end() -> None:
             assert upcoming == [1, 2, 3, 4, 5, ENDED]
     old, new = iter(loader), iter(loader)
     next(new)
-    next(old)  # an abandoned iteration says nothing about the new one
+    next(old)  # an abandoned iteration does not affect the new one
     assert loader.start_batch() == 1
 
 
@@ -98,7 +98,7 @@ def test_batches_that_are_none_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("bad", "limits", "upcoming", "fetched"),
     [
-        ({}, [2, 2, 2], [1, ENDED, ENDED], [2, 2, 3]),  # the third batch is asked for all the same
+        ({}, [2, 2, 2], [1, ENDED, ENDED], [2, 2, 3]),  # the third batch is fetched anyway
         ({2: None}, [1, 9], [ENDED, UNKNOWN], [1, 3]),  # the next batch is None, and the one after it is not fetched
     ],
 )
@@ -188,7 +188,7 @@ def test_the_workers_seed_is_drawn_when_it_would_be_without() -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_keeps_one_batch_more_and_no_other(begins: bool) -> None:
-    """Where no step begins, it stops following after a few."""
+    """Stop following the loop if no step begins after a few batches."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
     class Batches(Resumable):
@@ -221,7 +221,7 @@ def test_dropping_the_iteration_drops_the_loaders() -> None:
             finally:
                 closed.append(True)
 
-    gc.disable()  # at once, not some time
+    gc.disable()  # deletion is immediate
     try:
         for loader in (Inner(), DataLoader(torch.arange(40), batch_size=2, num_workers=1)):
             batches = iter(LookaheadLoader(loader))
@@ -238,7 +238,7 @@ def test_dropping_the_iteration_drops_the_loaders() -> None:
 
 
 class Lookahead(SingleDeviceStrategy):
-    """Keeps which batch comes next in every step."""
+    """Records the next batch in every step."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")
@@ -256,7 +256,7 @@ class Lookahead(SingleDeviceStrategy):
 
 
 class Model(L.LightningModule):
-    """Keeps its batches; ends an epoch before the batch of number ``end``."""
+    """Records its batches; ends an epoch before batch ``end``."""
 
     def __init__(self, end: int | None) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Stream(IterableDataset):
 
 
 class Resuming(Resumable):
-    """Yields tensors; Lightning leaves a sized one before it has ended."""
+    """Yields tensors; Lightning leaves a sized loader before its end."""
 
     def __iter__(self) -> Iterator[Tensor]:
         self.counts["next"] %= self.size
@@ -309,7 +309,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def _fit(
     kind: str, *callbacks: L.Callback, ckpt_path: Any = None, end: int | None = None, plain: bool = False, **options: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Return the batches of a fit, and what comes next in each of its steps."""
+    """Return the batches of a fit, and the next batch in each of its steps."""
     torch.manual_seed(0)
     strategy, model = Lookahead(), Model(end)
     validation = DataLoader(torch.arange(4.0).view(-1, 1))

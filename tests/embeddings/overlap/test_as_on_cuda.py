@@ -1,4 +1,4 @@
-"""What the engine does on CUDA alone, on a pretended GPU, as there is none here.
+"""Code of the engine for CUDA only, on a simulated GPU.
 
 The numbers are those of the CPU, events order all that streams share, and no operation is one that torch documents as
 nondeterministic on CUDA.
@@ -29,11 +29,11 @@ from tests.helpers.stream_clocks import Accesses, ClockStream, Watch, install
 
 STEPS = 10
 UNORDERED = ("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "put", "embedding_dense_backward")
-"""Operations that are nondeterministic on CUDA. So are others where they add up floats."""
+"""Operations that are nondeterministic on CUDA. Others are where they sum floats."""
 
 
 class Operations(Accesses):
-    """Also keeps the names of the operations that are nondeterministic."""
+    """A simulated GPU that also records nondeterministic operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Operations(Accesses):
 
 
 class KernelOnGPU:
-    """FBGEMM's module, as :class:`TableKernel` calls it, on the CPU, without torch's modes: in its C++ they end the process."""
+    """FBGEMM's module as :class:`TableKernel` calls it, on the CPU. Torch's modes are off: they end the process in C++."""
 
     def __init__(self, module: Any, gpu: PretendedGPU, accesses: Accesses) -> None:
         self._module, self._gpu, self._accesses = module, gpu, accesses
@@ -74,7 +74,7 @@ def _memory_of(module: Any) -> list[Tensor]:
 
 
 class Watched:
-    """The pretended GPU with streams that are clocks, in this process for good: its modes, and what was seen in them."""
+    """A simulated GPU with streams that are clocks, for the rest of this process, and what its modes observe."""
 
     def __init__(self, model: nn.Module, tables: ShardedTables) -> None:
         self.accesses, self.gpu = Operations(), PretendedGPU()
@@ -90,7 +90,7 @@ class Watched:
             exchange(transport, received, message, *args, **kwargs)
             self.accesses.add("exchange", [message], [received], [])
 
-        def run_inside(*args: Any) -> Any:  # torch's modes are those of one thread
+        def run_inside(*args: Any) -> Any:  # torch's modes belong to one thread
             with self.modes():
                 return run(*args)
 
@@ -103,11 +103,11 @@ class Watched:
 
 
 def _train(kind: str, *, on_gpu: bool, holds: bool = False, **options: Any) -> tuple[Run, Watched | None]:
-    """Train the sequence model; ``holds``: clip the gradients."""
+    """Train the sequence model; ``holds`` clips the gradients."""
     data = batches(dist.get_rank(), STEPS)
     with sharded(OPTIMIZERS[kind]) as (model, ddp, tables, dense):
         watched = Watched(model, tables) if on_gpu else None
-        with nullcontext() if watched is None else watched.gpu.active():  # what is made now is kept for good
+        with nullcontext() if watched is None else watched.gpu.active():  # objects created now are kept
             if watched is not None:
                 data = [{name: each.to(GPU) for name, each in batch.items()} for batch in data]
             engine = OverlapEngine(tables, hold_gradients=holds, transport="native", **options)
@@ -117,7 +117,7 @@ def _train(kind: str, *, on_gpu: bool, holds: bool = False, **options: Any) -> t
         inside, losses = nullcontext if watched is None else watched.modes, []
         for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
             with inside():
-                engine.begin_step(_told(step, following))
+                engine.begin_step(_upcoming(step, following))
                 dense.zero_grad()
                 loss = ddp(batch)
                 loss.backward()
@@ -128,7 +128,7 @@ def _train(kind: str, *, on_gpu: bool, holds: bool = False, **options: Any) -> t
                     engine.clamp_gradients(0.01)
                     engine.apply_gradients()
                 losses.append(loss.item())
-            dense.step()  # outside: Adam takes another order of operations on CUDA
+            dense.step()  # outside: Adam orders its operations differently on CUDA
         with inside():
             engine.drain()
             statistics = engine.statistics()
@@ -138,12 +138,12 @@ def _train(kind: str, *, on_gpu: bool, holds: bool = False, **options: Any) -> t
         return run, watched
 
 
-def _told(step: int, following: Batch | None) -> NextIds | None:
-    """Copies, as they are on CUDA; in one step nothing, in one the ids of another batch."""
+def _upcoming(step: int, following: Batch | None) -> NextIds | None:
+    """Return copies, as on CUDA: one step has no ids, and one step has the ids of another batch."""
     if following is None or step == 3:
         return None if following is None else {}
-    told = batches(dist.get_rank(), 1)[0] if step == 6 else following
-    return {path: copy_of(each).to(following["labels"].device) for path, each in known(told).items()}
+    upcoming = batches(dist.get_rank(), 1)[0] if step == 6 else following
+    return {path: copy_of(each).to(following["labels"].device) for path, each in known(upcoming).items()}
 
 
 def _note_calls(owner: type, name: str, calls: list[str]) -> None:
@@ -196,7 +196,7 @@ def test_numbers_order_of_streams_and_determinism(kind: str, options: dict[str, 
 
 
 def _faults() -> tuple[int, set[str]]:
-    """Events that order nothing, and an operation that is nondeterministic."""
+    """Test events that order nothing, and a nondeterministic operation."""
     ClockStream.events_count = False
     accesses = _train("adagrad", on_gpu=True, dedup=True)[1].accesses
     with Watch(accesses):

@@ -1,4 +1,4 @@
-"""The overlap engine against plain TorchRec: the same numbers, whatever happens in its steps and between them."""
+"""The overlap engine has the results of plain TorchRec, in all kinds of steps and between them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEPS = 16
 HOW = OPTIMIZERS["rowwise_adagrad"]
 TWO_LEVEL = {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}
 APART = patch.object(id_exchange, "heads_travel_apart", lambda device: True)
-"""As on a GPU, where the host would have to wait for heads that come to the device."""
+"""True as on a GPU, where the host would have to wait for heads on the device."""
 WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
     "dedup": (nullcontext(), {"dedup": True}),
     "late, wrong or unknown": (nullcontext(), {"submit": ids_by_turns}),
@@ -63,7 +63,7 @@ def _counted_exchanges() -> Iterator[Counter[str]]:
 
 
 def _in_all_ways(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, dict[str, float]]]:
-    """What differs from plain TorchRec, and what was counted, by the way in which ids come."""
+    """Return differences from plain TorchRec and the counts, for each way to pass ids."""
     data = batches(dist.get_rank(), STEPS)
     plain = train_plain(OPTIMIZERS[optimizer], data, rate=lambda step: 0.3 / (1 + step))
     assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
@@ -103,7 +103,7 @@ Train = Callable[..., Run]
 
 
 def _read_between(train: Train) -> Run:
-    """A state dict shows every update that was done before, with a drain and without."""
+    """Check that a state dict contains every earlier update, with a drain and without."""
     seen: dict[str, Tensor] = {}
 
     def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
@@ -129,7 +129,7 @@ def _written_between(train: Train) -> Run:
 
 
 def _with_forward(train: Train, forward: Callable[[Any, Batch, int], Tensor | None], optimizer: str, **options: Any) -> Run:
-    """``forward`` is given the number of the call, too; where it returns None, the usual forward runs."""
+    """Replace the forward. ``forward`` also gets the number of the call; if it returns None, the usual forward runs."""
     usual = Sequences.forward
 
     def changed(self: Any, batch: Batch) -> Tensor:
@@ -183,7 +183,7 @@ def test_same_numbers_whatever_happens_around() -> None:
 
 
 def _unforeseen() -> dict[str, list[str]]:
-    """In every other step ranks 1 and 2 look up once more. With the flat exchange, as TorchRec would wait for the others."""
+    """Look up once more on ranks 1 and 2 in every other step, with the flat exchange: TorchRec would wait for the others."""
     others, usual = batches(dist.get_rank() + 7, 12), Sequences.forward
 
     def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
@@ -206,7 +206,7 @@ def test_lookups_that_two_levels_do_not_foresee() -> None:
 
 
 def _in_turns() -> dict[str, float]:
-    """A batch shares no row with the one before, and many with the one before that."""
+    """Return batches that share no row with the batch before, and many with the one before that."""
     data = batches(dist.get_rank(), 12)
     for step, batch in enumerate(data):
         for name, rows in (("ids", 20), ("tags", 1)):
@@ -216,11 +216,11 @@ def _in_turns() -> dict[str, float]:
 
 
 def _in_parts(parts: int) -> dict[str, float]:
-    """Every part of every step has the same rows."""
+    """Return batches in which every part of every step has the same rows."""
     batch = batches(dist.get_rank(), 3)[2]
     with sharded(HOW) as (_, ddp, tables, _):
         engine, totals = OverlapEngine(tables), []
-        for steps in (4, 8):  # what the first step looks up was not known ahead, so not compared
+        for steps in (4, 8):  # the ids of the first step are unknown ahead, so its rows are not compared
             for index in range(steps * parts):
                 engine.begin_step(known(batch), updates=index % parts == parts - 1)
                 ddp(batch).backward()
@@ -244,7 +244,7 @@ def test_rows_collide_with_those_of_the_batch_before_and_once_a_step() -> None:
 
 
 def _memory(state: Any) -> dict[int, int]:
-    """Bytes by their address of all tensors in the state of a batch, whatever it is made of."""
+    """Return the bytes by address of all tensors in the state of a batch."""
     if isinstance(state, Tensor):
         return {state.untyped_storage().data_ptr(): state.untyped_storage().nbytes()}
     parts = state if isinstance(state, (list, tuple)) else vars(state).values() if is_dataclass(state) else ()
@@ -252,7 +252,7 @@ def _memory(state: Any) -> dict[int, int]:
 
 
 def _most_held() -> tuple[int, int]:
-    """The most that is held, before backward or after it, and the largest batch of ids and rows."""
+    """Return the largest state before or after backward, and the largest batch of ids and rows."""
     data, held = batches(dist.get_rank(), 8, samples=200), []
     sizes = [(batch["ids"].values().numel() + batch["tags"].values().numel()) * (8 + 4 * DIM) for batch in data]
     with sharded(OPTIMIZERS["sgd"]) as (_, ddp, tables, _):
@@ -266,7 +266,7 @@ def _most_held() -> tuple[int, int]:
                     engine.end_backward()
                 collections = engine.collections.values()
                 for collection in collections:
-                    collection._worker.run(lambda: None)  # behind all that it has been given so far
+                    collection._worker.run(lambda: None)  # after all earlier jobs
                 states = [(each.step.current, each.step.following, each.step.unsent) for each in collections]
                 held.append(sum(_memory(states).values()))
             assert all(len(each._exchange.row_updates.kept_rows) == 0 for each in collections)
@@ -280,7 +280,7 @@ def test_at_most_one_more_batch_is_held() -> None:
 
 
 def _restarted() -> dict[str, bool]:
-    """Whether a window gives the same rows after a batch that no optimizer step has followed."""
+    """Return whether a window fetches the same rows after a batch without an optimizer step."""
     data, found = batches(dist.get_rank(), 3), []
     for first in (0, 1):
         with sharded(OPTIMIZERS["adagrad"]) as (model, _, tables, _):

@@ -1,4 +1,4 @@
-"""Wrong input and ranks that go away raise an error on every rank, and no rank hangs."""
+"""Wrong input and ranks that fail raise an error on every rank, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _train(
     updates: Callable[[], bool] = lambda: True,
     between: Callable[[int, Any], None] = lambda step, tables: None,
 ) -> None:
-    """Without DDP: after an error the ranks stand at different places, and the engine alone has to bring them together."""
+    """Run steps without DDP: after an error the ranks are at different places, and only the engine brings them together."""
     with sharded(optimizer) as (model, _, tables, _):
         engine = OverlapEngine(tables, **OPTIONS)
         for step, (batch, following) in enumerate(zip(data, [*data[1:], None])):
@@ -145,20 +145,20 @@ def _raised(names: list[str], options: dict[str, Any]) -> dict[str, str]:
 )
 def test_every_rank_raises(ranks: int, names: list[str], options: dict[str, Any]) -> None:
     for rank, texts in enumerate(run_distributed(_raised, ranks, names, options)):
-        if rank == 1:  # it has no batch to miss
+        if rank == 1:  # it misses no batch
             texts.pop("fewer batches")
         wrong = {name: text for name, text in texts.items() if not all(part in text for part in (CASES | ONE_LEVEL)[name][1])}
         assert wrong == {}
 
 
 def _submitted_only() -> float:
-    """Wrong ids that the model never asks for."""
+    """Submit wrong ids that the model never looks up."""
 
     def submit(step: int, following: Batch | None) -> Any:
-        told = known(following)
-        if told is not None and step == 2:
-            told["items"] = _outside(following)["ids"]
-        return told, {}
+        upcoming = known(following)
+        if upcoming is not None and step == 2:
+            upcoming["items"] = _outside(following)["ids"]
+        return upcoming, {}
 
     return train_overlapped(SGD, batches(dist.get_rank(), 5), submit=submit).statistics["mispredicted_lookups"]
 

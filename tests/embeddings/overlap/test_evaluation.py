@@ -1,4 +1,4 @@
-"""Lookups outside of steps: the same function as in training, whatever is looked up, and however often by each rank."""
+"""Lookups outside of steps return the same values as in training, for any lookups and any number of them per rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _modules() -> nn.ModuleDict:
 
 
 def _mixed_plan(modules: nn.ModuleDict) -> ShardingPlan:
-    """Shard the tables in all ways on four ranks, which are two on each of two hosts; one owns two parts of "t"."""
+    """Shard the tables in all ways on four ranks, two on each of two hosts; one rank owns two parts of "t"."""
     kinds = {
         "rows": {"x": column_wise([0, 3]), "y": row_wise()},
         "bags": {"t": column_wise([1, 1]), "u": table_row_wise(host_index=1), "v": table_wise(rank=2)},
@@ -73,7 +73,7 @@ def _mixed_plan(modules: nn.ModuleDict) -> ShardingPlan:
 def _engine(
     planned: bool = False, optimizer: TableOptimizer = SGD, cached: bool = False, **options: Any
 ) -> Iterator[tuple[nn.ModuleDict, nn.ModuleDict, OverlapEngine]]:
-    """The unsharded modules, the sharded ones, and the engine that has these."""
+    """Return the unsharded modules, the sharded ones, and their engine."""
     modules = _modules()
     whole = copy.deepcopy(modules)
     sharding = TableSharding(modules, torch.device("cpu"), overlap=True)
@@ -81,7 +81,7 @@ def _engine(
     plan = _mixed_plan(whole) if planned else None
     ranks = dist.get_world_size()
     tables = sharding.shard(group=dist.new_group(), local_world_size=2 if planned else ranks, plan=plan, optimizers=optimizers)
-    if cached:  # rows are read as from tables with a cache, which only a GPU has
+    if cached:  # read rows as from tables with a cache, which only a GPU has
         local_rows.EmbeddingLocation = SimpleNamespace(MANAGED_CACHING=EmbeddingLocation.HOST)
     engine = OverlapEngine(tables, **options)
     yield whole, modules, engine
@@ -99,7 +99,7 @@ def _random_lookup(draw: np.random.Generator, name: str) -> KeyedJaggedTensor:
     # weights for an unweighted collection are ignored
     weights = torch.from_numpy(draw.random(len(ids))).float() if name == "weighted" or draw.random() < 0.3 else None
     inverse = None
-    if variable or draw.random() < 0.2:  # a collection of sequences ignores them
+    if variable or draw.random() < 0.2:  # a collection of sequences ignores weights
         inverse = keys, torch.stack([torch.from_numpy(draw.integers(0, stride, samples)) for stride in strides])
     if variable:
         return KeyedJaggedTensor(
@@ -112,7 +112,7 @@ def _random_lookup(draw: np.random.Generator, name: str) -> KeyedJaggedTensor:
 
 
 def _parts(found: Any) -> dict[str, Tensor]:
-    """All numbers of what a collection returns, by name."""
+    """Return all numbers in the output of a collection, by name."""
     if not isinstance(found, dict):
         return found.to_dict()
     parts = {}
@@ -128,7 +128,7 @@ def _differing(found: Any, expected: Any) -> list[str]:
 
 
 def _looked_up(seed: int, lookups: int, options: dict[str, Any]) -> list[str]:
-    """Each rank makes its own lookups, and its own number of them; then all make as many in a step."""
+    """Make different lookups on each rank, and a different number of them; then make as many in a step."""
     draw = np.random.default_rng([seed, dist.get_rank()])
     with _engine(**options) as (whole, sharded, engine):
         found = []
@@ -175,7 +175,7 @@ def test_the_same_function_as_in_training_and_unsharded(seed: int, ranks: int, o
 
 
 def _trained(planned: bool) -> list[str]:
-    """Every rank looks all rows up, so that Adam moves all rows in every step; unsharded, one module has the ids of all.
+    """Look up all rows on every rank, so that Adam updates all rows in every step; unsharded, one module has the ids of all.
 
     The features have another order in each step and on each rank.
     """
@@ -232,17 +232,17 @@ def test_rows_are_updated_as_unsharded_whatever_their_plan_and_width(ranks: int,
 
 
 def _ids(values: list[int], name: str = "rows") -> KeyedJaggedTensor:
-    """The same ids for every feature of a module."""
+    """Return the same ids for every feature of a module."""
     keys = FEATURES[name]
     return KeyedJaggedTensor(keys, torch.tensor(values * len(keys)), lengths=torch.tensor([len(values)] * len(keys)))
 
 
 def _between_steps() -> None:
-    """What is looked up between two steps has all updates of the first, and rows fetched ahead of it stay right."""
+    """Look up rows between two steps: they have all updates of the first, and prefetched rows stay right."""
     rank = dist.get_rank()
     with _engine() as (whole, sharded, engine):
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"rank 1.*'a'"), torch.no_grad():  # all ranks go on behind the error
+        with pytest.raises(ValueError, match=r"rank 1.*'a'"), torch.no_grad():  # all ranks continue after the error
             sharded["rows"](_ids([ROWS * rank]))
         for step in range(4):
             ids = [_ids([step, 2 * rank, 7]), _ids([step + 1, 2 * rank, 7])]
@@ -254,7 +254,7 @@ def _between_steps() -> None:
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                for each in ids * (rank * step):  # gradients of rows that the next step does not need have not left yet
+                for each in ids * (rank * step):  # patient gradients are still unsent
                     torch.testing.assert_close(_parts(sharded["rows"](each)), _parts(whole["rows"](each)))
             engine.serve_evaluation()
         totals = engine.statistics()

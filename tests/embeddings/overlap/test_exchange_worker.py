@@ -1,4 +1,4 @@
-"""A collection's worker runs nothing after a failure, and exchanges that NCCL moves are launched in one order on all ranks."""
+"""A worker runs no job after a failure, and all ranks launch exchanges by NCCL in the same order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_jobs_behind_a_failed_one_fail_alike_without_being_run(error: BaseExcept
 
 
 def test_rows_that_were_there_before_anybody_waited_are_seen_to_be() -> None:
-    """Else their exchange would seem to last as long as whatever the rank did meanwhile."""
+    """Otherwise the exchange would seem to last as long as other work of the rank."""
     worker, timeline = ExchangeWorker("items", torch.device("cpu"), ExchangeStatistics()), Timeline()
     timeline.enable(torch.device("cpu"))
     timeline.open_step()
@@ -68,12 +68,12 @@ STEPS = 8
 
 
 def _launched(ordered: bool) -> list[str]:
-    """What this rank launches, in its order; every rank is late with another collection."""
+    """Return the launches of this rank, in order; every rank is late with another collection."""
     names: list[str] = []
     late, exchange = PATHS[dist.get_rank() % len(PATHS)], ProcessGroupFreeScale.exchange
 
     def launched(group: ProcessGroupFreeScale, received: Tensor, send: Tensor, *args: Any, **kwargs: Any) -> None:
-        if send.dtype == torch.float32 and "timeout" not in kwargs:  # else from host to host: numbers, or the farewell
+        if send.dtype == torch.float32 and "timeout" not in kwargs:  # others go from host to host: numbers or the farewell
             time.sleep(0.05 * (group.options.name == late and len(names) < 10))
             names.append(group.options.name)
         exchange(group, received, send, *args, **kwargs)
@@ -122,7 +122,7 @@ def test_a_turn_that_does_not_come_is_an_error_in_time() -> None:
 def test_who_waits_for_a_collection_that_has_failed_hears_of_it() -> None:
     order, device = LaunchOrder(timedelta(minutes=5)), torch.device("cpu")
     items, tags = (ExchangeWorker(path, device, ExchangeStatistics(), order) for path in ("items", "tags"))
-    order.draw()  # for items, which does not come to launch
+    order.draw()  # for items, which does not launch
 
     def launch(number: int) -> None:
         with order.turn(number):

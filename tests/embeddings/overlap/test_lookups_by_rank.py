@@ -1,4 +1,4 @@
-"""Models whose ranks look up different collections, in different orders: no rank waits for one that waits for it."""
+"""Ranks look up different collections in different orders, and no two ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.helpers.sequences import OPTIMIZERS, sharded, train_overlapped
 NAMES, ROWS, DIM, SAMPLES, STEPS = "abc", 13, 4, 3, 5
 Lookups = list[tuple[str, Tensor]]
 ORDERS = {
-    # the first rank hears next ids of "a" that the second does not know while it waits twice for "b"
+    # the first rank knows next ids of "a" that the second does not know while it waits twice for "b"
     "2 ranks": (["aa", "bbba"], ["a", ""]),
     "in a circle": (["aaa", "bbb", "ccc"], ["ab", "bc", "ca"]),
     "3 collections": (["abcc", "ccbaabb", "bb"], ["a", "c", "ab"]),
-    # the second rank has announced other ids of "a" when it comes to look it up, and gets no gradient of their rows
+    # the second rank has announced other ids of "a" before it looks them up, and gets no gradient of their rows
     "in vain": (["aaaa", "ba"], ["a", "A"]),
 }
-"""Of each rank the collections that it looks up, and those whose next ids it submits ahead; wrong ones where in capitals."""
+"""The collections that each rank looks up, and those whose next ids it submits; wrong ids for capitals."""
 
 
 class Several(nn.Module):
@@ -58,7 +58,7 @@ def _data(orders: list[str]) -> list[list[Lookups]]:
 
 
 def _losses_unsharded(data: list[list[Lookups]]) -> list[list[float]]:
-    """By rank and step, where every step is one of the mean loss."""
+    """Return losses by rank and step, where every step has the mean loss."""
     model, losses = Several(), []
     optimizers = torch.optim.SGD(model.collections.parameters(), lr=0.5), torch.optim.Adam(model.query.parameters(), lr=1e-2)
     for step in zip(*data):
@@ -72,7 +72,7 @@ def _losses_unsharded(data: list[list[Lookups]]) -> list[list[float]]:
 
 
 def _known(lookups: Lookups | None, names: str) -> dict[str, Any] | None:
-    """The first lookup of each collection that is named; other ids where in capitals."""
+    """Look up each named collection first; use other ids for capitals."""
     first: dict[str, Any] = {}
     for name, ids in lookups or ():
         if name in names.lower():
@@ -90,14 +90,14 @@ def _losses(orders: list[str], ahead: list[str]) -> list[float]:
 
 
 def _fetched_in_forward() -> list[bool]:
-    """By collection, whether a step has the next rows before its forward ends; rank 1 knows no ids of "b"."""
+    """Return by collection whether a step has the next rows before its forward ends; rank 1 knows no ids of "b"."""
     with sharded(OPTIMIZERS["sgd"], make=Several) as (_, ddp, tables, _):
         engine = OverlapEngine(tables)
         first, following = _data(["abc"])[0][:2]
         engine.begin_step(_known(following, "ac" if dist.get_rank() else "abc"))
         loss, fetched = ddp(first), []
         for collection in engine.collections.values():
-            collection._worker.run(lambda: None)  # behind what it has been given so far
+            collection._worker.run(lambda: None)  # after all earlier jobs
             fetched.append(collection.step.following.announced.heard)
         engine.end_forward()
         loss.backward()
@@ -113,7 +113,7 @@ def _all(names: list[str]) -> tuple[dict[str, list[float]], list[bool]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_orders_that_depend_on_the_rank(ranks: int) -> None:
-    """Next ids travel in the forward, but for those that a rank does not know."""
+    """Check that next ids are sent in the forward, except those that a rank does not know."""
     names = [name for name, (orders, _) in ORDERS.items() if len(orders) == ranks]
     expected = {name: _losses_unsharded(_data(ORDERS[name][0])) for name in names}
     for rank, (found, fetched) in enumerate(run_distributed(_all, ranks, names)):

@@ -1,4 +1,4 @@
-"""Bags pooled of rows as by the unsharded module, bit by bit; and what TorchRec would send for them."""
+"""Rows are pooled bit by bit as in the unsharded module, and the bytes that TorchRec would send are counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM, ROWS = 8, 400
     ("row_wise", "rank", "expected"), [(False, 0, [0, 3, 0, 0]), (False, 2, [6, 3, 0, 0]), (True, 1, [9, 0, 9, 9])]
 )
 def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[int]) -> None:
-    """On four ranks; the first table has two features, so the owners of whole tables are ranks 0 and 1."""
+    """Return a layout on four ranks; the first table has two features, so ranks 0 and 1 own the whole tables."""
     tables = {"first": (ROWS, DIM, ["a", "b"], SUM), "second": (ROWS, DIM, ["c"], SUM)}
     _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
     features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
@@ -28,7 +28,7 @@ def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[in
 
 
 def _pooled(module: EmbeddingBagCollection, features: KeyedJaggedTensor) -> KeyedTensor:
-    """What the engine returns once the row of every id has come."""
+    """Return the output of the engine once all rows have arrived."""
     collection, layouts = layouts_of(module, 2)
     tables = [[module.embedding_bags[table.name].weight for table in layout.tables] for layout in layouts]
     rows = [
@@ -39,7 +39,7 @@ def _pooled(module: EmbeddingBagCollection, features: KeyedJaggedTensor) -> Keye
 
 
 def _assert_same(module: EmbeddingBagCollection, features: KeyedJaggedTensor, weights: Tensor | None = None) -> None:
-    """Values bit by bit; gradients to the order of summation."""
+    """Compare values bit by bit, and gradients up to the order of summation."""
     found = []
     for pooled in (module(features), _pooled(module, features)):
         assert [*pooled.keys()] == [*module(features).keys()]
@@ -87,7 +87,7 @@ def test_without_ids() -> None:
 
 
 def _deduplicated(weighted: bool) -> KeyedJaggedTensor:
-    """Fewer bags than samples, another number for each feature."""
+    """Use fewer bags than samples, with another number for each feature."""
     draw, keys = torch.Generator().manual_seed(3), ["price", "place"]
     bags = [2, 3]
     lengths = torch.tensor([2, 0, 1, 3, 1])

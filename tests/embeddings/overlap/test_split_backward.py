@@ -1,4 +1,4 @@
-"""Backward with the weights' gradients last: the numbers are bitwise those of backward as it is, in another order."""
+"""Backward with the gradients of weights last is bitwise equal to the usual backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[], nn.Module]
 
 
 class Layers(nn.Module):
-    """Linear layers called in all ways, among things that are no linear layers."""
+    """Calls linear layers in all ways, among other operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _accumulates() -> nn.Module:
 
 
 def _used_once() -> nn.Module:
-    """Under autocast the numbers are the same, too, where each weight is used once."""
+    """Compare under autocast, where each weight is used once."""
     return nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(inplace=True), nn.LayerNorm(DIM), nn.Linear(DIM, 1), _Mean())
 
 
@@ -70,14 +70,14 @@ def _compiled() -> Any:
 
 
 class Checkpointed(Layers):
-    """Computes its forward again in backward."""
+    """Recomputes its forward in backward."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return checkpoint(super().forward, rows, use_reentrant=False) + self.head(rows).sum()
 
 
 class Unusual(nn.Module):
-    """Complex and sparse operands, no outputs, an image of another layout."""
+    """Has complex and sparse operands, no outputs, and an image of another layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def _same(one: list[Any], other: list[Any]) -> None:
 def test_same_bits_with_the_rows_first(shape: tuple[int, ...], autocast: bool) -> None:
     plain, before = _gradients(Layers, nullcontext, *shape, autocast=autocast)
     split, after = _gradients(Layers, WeightGradientsLast, *shape, autocast=autocast)
-    if autocast:  # a parameter used several times: autocast adds its gradients up in bfloat16, here they are in float32
+    if autocast:  # autocast sums the gradients of a parameter used several times in bfloat16, and this in float32
         for a, b in zip(plain, split):
             assert (a - b).norm() <= 2**-7 * a.norm(), "bfloat16 rounds to 2**-8"
     else:
@@ -147,7 +147,7 @@ def test_same_bits_in_modules_as_people_write_them(make: Make, autocast: bool) -
 
 
 def test_one_layer() -> None:
-    """Its gradient is laid out as the parameter; a second derivative and a change in place are errors."""
+    """Check that the gradient is laid out as the parameter, and that second derivatives and changes in place raise errors."""
     layer = nn.Linear(DIM, 3)
 
     def recorded() -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ class Slices(UsedOnce):
 
 
 def _hooked() -> nn.Module:
-    """A hook that is not linear sees every gradient."""
+    """Check that a hook that is not linear gets every gradient."""
     module = UsedOnce()
     module.mixed.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return module

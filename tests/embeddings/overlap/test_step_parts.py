@@ -1,4 +1,4 @@
-"""Parts of a step by themselves: messages, lookups that activation checkpointing makes again in backward, Adam on CPU."""
+"""Parts of a step: messages, lookups repeated by activation checkpointing in backward, and Adam on the CPU."""
 
 from __future__ import annotations
 

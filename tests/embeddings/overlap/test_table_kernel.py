@@ -1,4 +1,4 @@
-"""Updates by FBGEMM's own backward, as on a GPU: on its kernels for the CPU, and with a recorder in place of its Adam."""
+"""Updates by FBGEMM's own backward, as on a GPU: on its CPU kernels, and with a recorder in place of its Adam."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.helpers.sequences import OPTIMIZERS, batches, known, sharded
 
 DIM, STEPS = 4, 6
 FEATURES = [0, 0, 1]
-"""The table of each."""
+"""The table of each feature."""
 
 
 class FakeAdam:
-    """FBGEMM's Adam, which it has on GPUs alone: its Python up to the call of the kernel, whose last arguments this keeps."""
+    """FBGEMM's Adam, which exists on GPUs only: its Python up to the call of the kernel, whose last arguments are recorded."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.module: Any = SplitTableBatchedEmbeddingBagsCodegen(
@@ -58,7 +58,7 @@ class FakeAdam:
         return result
 
     def look_up(self) -> None:
-        """What a lookup in training and one in validation have in common."""
+        """Do the common part of a lookup in training and in validation."""
         self.module(indices=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1]))
 
 
@@ -69,18 +69,18 @@ def adam(monkeypatch: pytest.MonkeyPatch) -> FakeAdam:
 
 @pytest.fixture
 def kernel(adam: FakeAdam) -> TableKernel:
-    """The rows of the second table are numbered from 100 on."""
+    """Number the rows of the second table from 100 on."""
     weights = adam.module.split_embedding_weights()
     return TableKernel(adam.module, FEATURES, {i: LocalTable(i, f"table {i}", 100 * i, weights[i]) for i in range(2)})
 
 
 def test_adam_is_given_its_options_and_count_before_every_update(adam: FakeAdam) -> None:
-    """Options that are left out stay."""
+    """Check that omitted options are unchanged."""
     for step in (0, 1, 2, 7):
         options = {"lr": 0.5**step, "eps": 0.1 * step, "beta1": 0.5, "beta2": 0.25 * step, "weight_decay": 0.125 * step}
         for given in (options, {}):
             for _ in range(2):
-                adam.look_up()  # of validation, which FBGEMM counts as well
+                adam.look_up()  # a lookup of validation, which FBGEMM counts as well
             prepare_kernel(adam.module, {"table": UpdateSettings(step, given)})
             adam.look_up()
             assert adam.steps[-1] == step + 1 and adam.options == options
@@ -97,7 +97,7 @@ def test_tables_of_one_kernel_have_one_count_and_are_frozen_together(adam: FakeA
 
 
 def test_a_step_counts_once_however_many_updates_it_has(adam: FakeAdam, kernel: TableKernel) -> None:
-    """Colliding rows are updated before the others, and validation looks up between; FBGEMM alone would count every call."""
+    """Update colliding rows before the others, with a lookup of validation between; FBGEMM alone would count every call."""
     rates = []
     for step in range(4):
         for rows in ([1, 2], [3, 4]):
@@ -147,7 +147,7 @@ def _saved_in_backward() -> tuple[set[tuple[str, bool]], list[int]]:
 
 
 def test_a_backward_may_wait_for_it() -> None:
-    """On CUDA autograd would run it on the thread that waits, unless told not to."""
+    """Check the thread of an update: by default autograd would run it on the waiting thread on CUDA."""
     for threads, saved in run_distributed(_saved_in_backward, 2):
         assert threads == {("training", True), ("engine", False)}
         assert len(saved) == STEPS
@@ -164,7 +164,7 @@ def _bags_by_both_kernels(optimizer: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", pytest.param("adagrad", marks=pytest.mark.slow)])
 def test_kernels_of_bags_update_row_by_row(optimizer: str) -> None:
-    """They pool, in validation, as they were made to."""
+    """Check that bags still pool in validation."""
     for ours, its in run_distributed(_bags_by_both_kernels, 2, optimizer):
         assert its.losses == ours.losses and len(set(its.losses)) > STEPS / 2
         assert_same(its.weights, ours.weights)

@@ -1,4 +1,4 @@
-"""The two-level exchange sends rows that several ranks of a node need between nodes once, and refuses what it cannot do."""
+"""The two-level exchange sends shared rows of a node between nodes once, and refuses what it does not support."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOW = OPTIMIZERS["rowwise_adagrad"]
 
 
 class _Sent:
-    """What goes to ranks of other nodes: floats of messages as they are sent, and what of them are rows, as counted."""
+    """Counts the floats of messages to other nodes as sent, and the rows among them as counted."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self.words, self.rows = 0, 0
@@ -71,7 +71,7 @@ def test_what_a_node_needs_crosses_once() -> None:
 
 def _killed(folder: Path) -> None:
     data = batches(dist.get_rank(), 60)
-    with sharded(HOW) as (model, _, tables, _):  # without DDP: the engine alone has to hear of it
+    with sharded(HOW) as (model, _, tables, _):  # without DDP: only the engine can notice it
         engine = OverlapEngine(tables, **TWO_LEVEL)
         for step, (batch, following) in enumerate(zip(data, data[1:])):
             if step == 3 and dist.get_rank() == 3:
@@ -83,12 +83,12 @@ def _killed(folder: Path) -> None:
             except RuntimeError as error:
                 engine.close(farewell=False)
                 (folder / str(dist.get_rank())).write_text(str(error))
-                time.sleep(60)  # so that no rank hears of it because this one ends
+                time.sleep(60)  # so that no rank notices that this one ends
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    """Rank 0 is in no group with it."""
+    """Check that rank 0 ends, although it shares no group with that rank."""
     with pytest.raises(RankFailed, match="rank 3: died with exit code -9"):
         run_distributed(_killed, 4, tmp_path, timeout=10.0)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}

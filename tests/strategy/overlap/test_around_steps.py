@@ -1,4 +1,4 @@
-"""Around a fit's steps: tables read and written by the user's code, split backward, and how a fit ends."""
+"""Around a fit's steps: tables that the user's code reads and writes, split backward, and the end of a fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS, SOON = 5, 50.0
 
 
 class Reads(CountingModel):
-    """Keeps this rank's part of every table, as the state dict shows it after each step."""
+    """Keeps this rank's part of every table from the state dict after each step."""
 
     def __init__(self, write: Callable[[Any], None] = lambda strategy: None, after: int = 0) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ def by_hand(make: Callable[[], Any], ahead: Any = None, **rest: Any) -> Case:
 
 CASES = {
     "reads": by_hand(Reads, (2 * STEPS - 3, 3, 0)),
-    # rows fetched ahead are thrown away
+    # prefetched rows are discarded
     "writes in the middle": by_hand(partial(Reads, _announced, 2), (6, 4, 0)),
     "writes at the end of an epoch": by_hand(partial(Reads, _announced, STEPS - 1), (7, 3, 0)),
 }
 
 
 def _fits(cases: dict[str, Case], seconds: float, at_the_end: float) -> dict[str, list[Run]]:
-    """Fits whose updates take some time."""
+    """Return fits whose updates take some time."""
     plain = LocalRows.update
 
     def slow(self: LocalRows, rows: Tensor, gradients: Tensor, settings: Any) -> None:
@@ -112,7 +112,7 @@ def test_writing_unannounced_is_an_error() -> None:
 
 
 class Halves(CountingModel):
-    """Also under "ddp", where there is no strategy to ask."""
+    """Compare with "ddp", which has no strategy methods."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and hasattr(self.trainer.strategy, "writing_tables"):
@@ -123,7 +123,7 @@ class Halves(CountingModel):
 
 
 def test_written_between_the_batches_of_one_step() -> None:
-    """The gradients that were there before stay."""
+    """Check that earlier gradients stay."""
     case = by_hand(partial(Halves, "sgd"), options={"accumulate_grad_batches": 2})
     assert compared(2, {"halves": case}, "ddp", {}, losses=(1e-5, 1e-12), weights=(1e-4, 1e-6), states=(1e-4, 1e-6)) == []
 
@@ -134,7 +134,7 @@ SPLIT = {"split_backward": True}
 
 
 class NotesOrder(CountingModel):
-    """Notes at each weight's gradient whether the rows' had been handed over by then."""
+    """Records for each weight's gradient whether the gradients of rows had been submitted before."""
 
     def on_fit_start(self) -> None:
         self.handed_over: list[bool] = []
@@ -169,7 +169,7 @@ def test_same_bits_and_rows_first() -> None:
     for runs in results:
         for name, (plain, split) in runs.items():
             before, after = plain.statistics["handed over"], split.statistics["handed over"]
-            if name == "micro-batches":  # the weights have their gradients at the end of the step
+            if name == "micro-batches":  # the weights get their gradients at the end of the step
                 assert after == [True] * (len(before) // 2)
             else:
                 assert before == [False] * 2 * training.STEPS
@@ -190,7 +190,7 @@ def test_micro_batches_where_ddp_looks_for_unused_parameters() -> None:
 
 
 class Normalizes(CountingModel):
-    """DDP copies its buffers to all ranks before every forward."""
+    """Has buffers, which DDP copies to all ranks before every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_ranks_with_other_numbers_of_steps_end_with_an_error(end: Any, message: 
 
 
 def _leaves_behind() -> tuple[set[int], list[list[float]]]:
-    """How many groups there are after fits of a module; and losses of fits after one that has raised, alike on all ranks."""
+    """Return the number of groups after fits of a module, and the losses of fits after one that raised, equal on all ranks."""
     module, groups, losses = TwoCollections(), set(), []
     for epochs in (1, 2, 1):
         fit(module, training.changed_loader(4, with_tags), my_loader(2), max_epochs=epochs)
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_fit() -> None:
 
 
 class _ReadsInAStep(L.LightningModule):
-    """Step 1 has no gradient for ``b``; in step 2 rank 0 alone looks it up, and the other rank is late."""
+    """Has no gradient for ``b`` in step 1. In step 2 only rank 0 looks it up, and the other rank is late."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Windows of batches, clipping over the dense part and the tables together, and two levels: as under "ddp", or refused."""
+"""Windows of batches, clipping of the dense part and the tables together, and two levels: equal to "ddp", or refused."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _differ(one: Run, other: Run, part: str = "embeddings") -> bool:
 
 
 class WithLargeEps(CountingModel):
-    """Adagrad's eps is far above what is left of gradients that cancel: with less, their rounding moves a weight as any other.
+    """Uses Adagrad with an eps far above the rounding of gradients that cancel.
 
-    Their rounding is some 1e-9, and moves a weight by lr / eps times as much: a tenth of the tolerance.
+    The rounding is about 1e-9 and changes a weight by lr / eps times as much, a tenth of the tolerance.
     """
 
     def configure_optimizers(self) -> Any:
@@ -97,7 +97,7 @@ def test_as_under_ddp(ranks: int, clip: dict[str, Any], accumulated: int) -> Non
 
 
 class ByHook(CountingModel):
-    """Clips as it likes: by value, by norm, by both, or not at all; in every step by other limits."""
+    """Clips by value, by norm, by both, or not at all, with other limits in every step."""
 
     def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
         if self.global_step % 4 in (0, 2):
@@ -107,7 +107,7 @@ class ByHook(CountingModel):
 
 
 class WithTags(modules.TwoCollections, modules.Schedules):
-    """Two collections, and a learning rate for every step."""
+    """Has two collections, and a learning rate for every step."""
 
 
 def _frozen(make: type[CountingModel], optimizer: str = "adagrad") -> CountingModel:
@@ -117,7 +117,7 @@ def _frozen(make: type[CountingModel], optimizer: str = "adagrad") -> CountingMo
 
 
 class FreezesBetween(CountingModel):
-    """One table is trained from the third step on, the other one until the fourth."""
+    """Trains one table from the third step on, and the other until the fourth."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -127,7 +127,7 @@ class FreezesBetween(CountingModel):
 
 
 class Reads(CountingModel):
-    """Asks for the whole state between backward and the optimizer step."""
+    """Reads the whole state between backward and the optimizer step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         state = self.trainer.strategy.lightning_module_state_dict()
@@ -136,7 +136,7 @@ class Reads(CountingModel):
 
 
 class OwnOptimizers(CountingModel):
-    """Its tables are updated during backward, under any strategy, so before anything is clipped."""
+    """Has tables that are updated during backward under any strategy, before clipping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class OwnOptimizers(CountingModel):
 
 
 class Acts(CountingModel):
-    """Does something in a hook: between backward and the optimizer step, if no other is named."""
+    """Calls a function in a hook: by default between backward and the optimizer step."""
 
     def __init__(self, act: Callable[..., Any], hook: str = "on_before_optimizer_step") -> None:
         super().__init__("sgd")
@@ -190,7 +190,7 @@ def test_in_all_ways_as_under_ddp(ranks: int, cases: dict[str, Case]) -> None:
 
 
 def test_without_overlap_as_under_ddp() -> None:
-    """The exchange runs where the model waits for it, without lookahead: nothing is predicted."""
+    """Check that without lookahead the exchange runs where the model waits for it, and predicts nothing."""
     never = (0, 2 * WINDOWS, 0)
     cases = {
         "windows": windows(ahead=never),
@@ -215,7 +215,7 @@ def _look_up_between(module: Any, outputs: Any, batch: Any, batch_idx: int) -> N
 
 
 class WithManaged(CountingModel):
-    """Has tables whose rows TorchRec exchanges, beside the others."""
+    """Has other tables whose rows TorchRec exchanges."""
 
     def __init__(self) -> None:
         super().__init__("sgd")
@@ -240,7 +240,7 @@ def refused(make: Any, *error: str, overlap: Any = None, **options: Any) -> Case
 
 
 def by_torch(act: Any, function: str = "clip_grad_norm_", *hook: str, **options: Any) -> Case:
-    """Torch's function would clip the dense part alone, by a limit of 1."""
+    """Clips with torch's function, which would clip only the dense part, by a limit of 1."""
     return refused(partial(Acts, act, *hook), f"{function}(parameters, 1.0)", "gradient_clip_val", **options)
 
 

@@ -1,4 +1,4 @@
-"""Bags: the numbers of the unsharded module under "ddp"."""
+"""Bags have the results of the unsharded module under "ddp"."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Twice(BagModel):
 
 
 class OnSomeRanks(BagModel):
-    """The first rank looks weighted bags up in every step, the others in every second one."""
+    """Looks up weighted bags in every step on the first rank, and in every second one on the others."""
 
     calls = 0
 
@@ -57,7 +57,7 @@ class LearnsWeights(BagModel):
 
 
 class Computes(BagModel):
-    """Its ids are known to a function."""
+    """Has ids that a function returns."""
 
     def scores(self, batch: Batch) -> Tensor:
         return super().scores({**batch, **computed(batch)})
@@ -81,7 +81,7 @@ OTHERS = {
     "validation": bags(partial(BagModel, "rowwise_adagrad"), validation=lambda: bag_loader(2, salt=7), val_check_interval=2),
     "twice": bags(Twice, None, notice="'bags'"),
     "on some ranks": bags(OnSomeRanks, None),
-    "weights that are learned": bags(LearnsWeights),  # they need not be known ahead
+    "weights that are learned": bags(LearnsWeights),  # weights need not be known ahead
     "a function": bags(Computes, (3 * GIVEN[0] + KNOWN[0], 3 * GIVEN[1] + KNOWN[1], 0), {"ids_of": computed}),
 }
 
@@ -107,7 +107,7 @@ def test_in_all_ways_as_under_ddp() -> None:
 
 
 class WeightsForNothing(BagModel):
-    """Gives the unweighted collection weights, which it ignores."""
+    """Passes weights to the unweighted collection, which ignores them."""
 
     def scores(self, batch: Batch) -> Tensor:
         ids = batch["bags"]

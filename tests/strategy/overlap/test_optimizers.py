@@ -1,4 +1,4 @@
-"""Optimizers of tables as under "ddp", where every row is in every batch: Adam, options that change, and frozen tables."""
+"""Optimizers of tables equal "ddp" if every row is in every batch: Adam, options that change, and frozen tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLOSE = {"losses": (1e-5, 1e-12), "weights": (1e-4, 1e-6), "states": (1e-4, 1e-7
 
 
 def every_row_loader(steps: int) -> DataLoader:
-    """This rank's batches, in each of which some rank looks up every row: there torch's dense updates are those of rows."""
+    """Return this rank's batches. Some rank looks up every row in each, so torch's dense updates equal those of rows."""
     rank, share, batches = int(os.environ["RANK"]), SAMPLES // int(os.environ["WORLD_SIZE"]), []
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
@@ -75,7 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 class Changes(InGroups):
-    """Sets options before every step, each group's in its own way."""
+    """Sets the options of each group before every step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for index, group in enumerate(self.trainer.optimizers[0].param_groups):
@@ -90,7 +90,7 @@ ADAMS = {
 
 
 class Skips(modules.Skips, OfKind):
-    """Some steps have no loss, and are no update."""
+    """Has steps without a loss, which are not updates."""
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def _without(module: Any, *paths: str) -> Any:
 
 
 class Freezes(OfKind):
-    """Begins with some tables frozen; freezes and unfreezes before some steps."""
+    """Begins with some frozen tables, and freezes and unfreezes tables before some steps."""
 
     def __init__(self, kind: str, how: str) -> None:
         super().__init__(kind)
@@ -228,15 +228,15 @@ class Freezes(OfKind):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return loss if loss.requires_grad else loss.detach().requires_grad_()  # as where all is frozen
+        return loss if loss.requires_grad else loss.detach().requires_grad_()  # if all is frozen
 
 
 class FreezesGroups(InGroups, Freezes):
-    """A group for each table."""
+    """Return a parameter group for each table."""
 
 
 class Unfreezes(BaseFinetuning):
-    """Lightning's way: frozen before training, a group of their own from an epoch on."""
+    """Freezes as Lightning's callback does: before training, with a group of its own from an epoch on."""
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.net.embeddings)
@@ -247,14 +247,14 @@ class Unfreezes(BaseFinetuning):
 
 
 class OnlyTrainable(CountingModel):
-    """Its optimizer holds what is not frozen when training begins."""
+    """Has an optimizer that holds what is not frozen when training begins."""
 
     def configure_optimizers(self) -> Any:
         return KINDS[self.optimizer]([p for p in self.parameters() if p.requires_grad])
 
 
 class Bags(OfKind):
-    """Each rank of two holds a table; the first is frozen until the third step, and both from the fifth on."""
+    """Has a table on each of two ranks; the first is frozen until the third step, and both from the fifth on."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -313,7 +313,7 @@ def test_a_table_moves_while_it_is_not_frozen(way: dict[str, Any], cases: dict[s
 
 
 class Stuck(Freezes):
-    """No update of a table follows its optimizer."""
+    """Has tables without updates by their optimizer."""
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.net.hidden.parameters()}, {"params": self.net.embeddings.parameters(), "lr_decay": 0.1}]
@@ -321,7 +321,7 @@ class Stuck(Freezes):
 
 
 class OneOfTwo(OfKind):
-    """Freezes one table of two that FBGEMM updates together."""
+    """Freezes one of two tables that FBGEMM updates together."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.get_submodule(ITEM).requires_grad_(batch_idx < 3)
@@ -347,7 +347,7 @@ def test_what_cannot_be_followed_is_refused_before_the_step() -> None:
 
 
 class UnfreezesLate(OfKind):
-    """Its item table is frozen in the first epoch, its other one in the first two."""
+    """Freezes the item table in the first epoch, and the other one in the first two."""
 
     def on_train_epoch_start(self) -> None:
         self.get_submodule(ITEM).requires_grad_(self.current_epoch > 0)

@@ -1,4 +1,4 @@
-"""All that a Trainer can do, with the exchange overlapped and as TorchRec has it: bitwise the same."""
+"""A Trainer has bitwise the same results with the overlapped exchange and with that of TorchRec."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AsksInSetup(training.CountingModel):
 
 
 class MakesItsTablesLate(AsksInSetup):
-    """It has no tables yet when it asks."""
+    """Asks for the tables before they exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class MakesItsTablesLate(AsksInSetup):
 
 
 def tensors(make: Any, ahead: Any = KNOWN, overlap: Any = None, **rest: Any) -> Case:
-    """A case of a module that makes its KeyedJaggedTensor in the step."""
+    """Return a case with a module that creates its KeyedJaggedTensor in the step."""
     return Case(make, lambda: changed_loader(STEPS, training.as_tensors), ahead=ahead, overlap=overlap or {}, **rest)
 
 
@@ -108,7 +108,7 @@ IDS = {
 
 
 def computed_ids(batch: Batch) -> KeyedJaggedTensor:
-    """What Computes looks up."""
+    """Return the lookups of ``Computes``."""
     return KeyedJaggedTensor(FEATURES, modules.Computes.ids(None, batch), lengths=batch["lengths"])
 
 
@@ -129,7 +129,7 @@ def only_items(batch: Batch) -> dict[str, KeyedJaggedTensor]:
 
 
 class HasAMethod(modules.Computes):
-    """A hook copies the batch on its way, and leaves its mark on the copy."""
+    """Copies the batch in a hook, and marks the copy."""
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return {**batch, "marked": True}
@@ -140,7 +140,7 @@ class HasAMethod(modules.Computes):
 
 
 class HasAnAttribute(training.CountingModel):
-    """Something of that name that is no method of the module."""
+    """Has an attribute of that name that is not a method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class HasAnAttribute(training.CountingModel):
 
 
 class KnownInTheBatch(modules.TwoCollections):
-    """Makes the ids of one collection in the step; those of the other stand in the batch."""
+    """Creates the ids of one collection in the step; the batch contains those of the other."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return super().training_step({**batch, "features": copy_of(batch["features"])}, batch_idx)
@@ -174,7 +174,7 @@ THREE_RANKS = {
     "ranks that know their ids in different ways": tensors(modules.DiffersByRank, [(1, 11, 0), NEVER, NEVER], notice=UNKNOWN),
     "wrong ids on one rank": by_function(wrong_on_one, ahead=[(5, 7, 0), WRONG, (5, 7, 0)], notice="ids_of=wrong_on_one"),
 }
-# on several, Lightning refuses them
+# Lightning refuses them on several ranks
 ONE_RANK = {"steps without a loss": Case(modules.Skips, ahead=KNOWN)}
 
 IN_TIER_2 = {"a learning rate for every step", "a limit of batches", "fast_dev_run", "a closure called before the step"}

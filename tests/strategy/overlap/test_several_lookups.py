@@ -1,4 +1,4 @@
-"""A table that is looked up several times in a step, as by SASRec, has one update, as that of the unsharded module."""
+"""A table with several lookups in a step, as in SASRec, has one update, as in the unsharded module."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STEPS, EPOCHS = 9, 2
 DDP, UNUSED = "ddp_find_unused_parameters_true", {"find_unused_parameters": True}
 CLOSE = {"losses": (1e-5, 1e-7), "weights": (1e-5, 1e-6)}
 IN_TIME, NOT_IN_TIME = STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1
-"""Where ids stand is learned in the first step, and the first of an epoch has none before it."""
+"""The first step learns where the ids are, and the first step of an epoch has none before it."""
 
 
 def _loader() -> DataLoader:
-    """Histories of this rank, and a positive and a negative item for each of their items."""
+    """Return histories of this rank, with a positive and a negative item for each of their items."""
     found = []
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(100 * step + int(os.environ["RANK"]))
@@ -84,7 +84,7 @@ class ThreeLookups(CountingModel):
 
 
 class Conditional(ThreeLookups):
-    """Negatives in every third step only, first in the fourth one."""
+    """Has negatives in every third step only, first in the fourth one."""
 
     def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor | None:
         return batch["negative"] if batch_idx % 3 == 0 and batch_idx else None
@@ -110,7 +110,7 @@ class NothingOnSomeRanks(ThreeLookups):
 
 
 class Detaches(ThreeLookups):
-    """In odd steps positives are looked up, and lead to no gradient."""
+    """Looks up positives in odd steps without a gradient."""
 
     def look_up(self, ids: KeyedJaggedTensor) -> Tensor:
         self.calls = getattr(self, "calls", -1) + 1
@@ -124,7 +124,7 @@ class TheSameTwice(ThreeLookups):
 
 
 class Checkpointed(ThreeLookups):
-    """Does not keep what it has computed of the rows, but looks them up again in backward."""
+    """Drops the results computed from rows, and looks them up again in backward."""
 
     def look_up(self, ids: KeyedJaggedTensor) -> Tensor:
         scale = torch.ones(1, requires_grad=True)
@@ -133,7 +133,7 @@ class Checkpointed(ThreeLookups):
 
 
 class WrongLater(Drawn):
-    """On the second rank a later lookup holds an id that no row exists for."""
+    """Has a later lookup with an id without a row on the second rank."""
 
     def negatives(self, batch: Batch, batch_idx: int) -> KeyedJaggedTensor:
         ids = super().negatives(batch, batch_idx)
@@ -169,7 +169,7 @@ WITH_ADAGRAD = {kind.__name__: case(kind) for kind in KINDS[1::2]}
 SWAPPED = {kind.__name__: case(kind, "adagrad" if index % 2 == 0 else "adam") for index, kind in enumerate(KINDS)}
 AHEAD = {
     "all": case(ThreeLookups, ahead=(3 * IN_TIME, 3 * NOT_IN_TIME, 0)),
-    # the first of the later ones was not foreseen
+    # the first of the later ones was not predicted
     "later ones from then on": case(Conditional, ahead=(2 * IN_TIME + LATER * EPOCHS - 1, 2 * NOT_IN_TIME, 1)),
     "by a function": case(ThreeLookups, ahead=(3 * (STEPS * EPOCHS - EPOCHS), 3 * EPOCHS, 0), overlap={"ids_of": _known_ids}),
 }
@@ -177,7 +177,7 @@ AHEAD = {
 
 @pytest.mark.parametrize("cases", [WITH_ADAM, WITH_ADAGRAD, AHEAD, pytest.param(SWAPPED, marks=pytest.mark.slow)])
 def test_one_update_as_in_the_unsharded_module(cases: dict[str, Case]) -> None:
-    """Of updates of a parameter only their number is compared: Adam's states of rows that have none are others."""
+    """Compare only the number of updates of a parameter, because Adam's states differ for rows without updates."""
     results = run_distributed(fit_all, 2, cases, DDP, {})
     for run in (run for runs in results for pair in runs.values() for run in pair):
         run.states = [_updates(state["state"]) for state in run.states]
