@@ -1,4 +1,4 @@
-"""A module with bags of every kind beside sequences, and its data."""
+"""A module with bags of every kind and sequences, and its data."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TABLES = {
     "tag": (3, 4, ["tag"], MEAN),
     "word": (30, 8, ["word"], SUM),
 }
-"""Rows, width, features and pooling: widths and ways of pooling alternate, and two tables look one feature up."""
+"""Rows, width, features and pooling: widths and ways of pooling alternate, and two tables share a feature."""
 KEYS = ["tag", "clicked", "brand", "category", "bought", "word"]
-"""Of the lookup, in another order than the tables have them."""
+"""The order of features in a lookup, which differs from that of the tables."""
 COLUMNS = ["clicked", "bought@item", "brand", "bought@brand", "category", "tag", "word"]
 WEIGHTED = {"price": (20, 8, ["price"], SUM), "place": (10, 8, ["place"], SUM)}
 ROWS = {"clicked": 40, "bought": 17, "brand": 17, "category": 13, "tag": 3, "word": 30, "price": 20, "place": 10}
 
 
 def configs(tables: dict[str, Any]) -> list[EmbeddingBagConfig]:
-    """What TorchRec is given of tables."""
+    """Return TorchRec's configurations of the tables."""
     return [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, pooling=pooling)
         for name, (rows, dim, features, pooling) in tables.items()
@@ -50,11 +50,11 @@ SETTINGS: dict[str, tuple[Any, dict[str, float]]] = {
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05, "eps": 1e-2}),
     "adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-2}),
 }
-"""With a smaller eps, rounding becomes a step where gradients cancel."""
+"""With a smaller eps, rounding becomes a step if gradients cancel."""
 
 
 class BagModel(CountingModel):
-    """Sequences, bags of two widths, and weighted bags; a layer reads all columns, by their place."""
+    """Has sequences, bags of two widths, and weighted bags; a layer reads all columns, by their place."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
         super().__init__(optimizer)
@@ -84,7 +84,7 @@ class BagModel(CountingModel):
 
 
 def jagged(keys: list[str], samples: int, draw: torch.Generator, weighted: bool = False, longest: int = 2) -> KeyedJaggedTensor:
-    """Bags of no, one or a few ids: of two at most their rows are fewer bytes than the bags."""
+    """Return bags of none, one or a few ids. The rows of at most two ids are fewer bytes than the bags."""
     lengths = torch.tensor([0, 0, 1, 1, longest])[torch.randint(0, 5, (len(keys), samples), generator=draw)]
     ids = [torch.randint(0, ROWS[key], (int(each.sum()),), generator=draw) for key, each in zip(keys, lengths)]
     weights = torch.rand(int(lengths.sum()), generator=draw) + 0.5 if weighted else None
@@ -92,21 +92,21 @@ def jagged(keys: list[str], samples: int, draw: torch.Generator, weighted: bool 
 
 
 def with_bags(batch: Batch, seed: int, longest: int = 2) -> Batch:
-    """A batch of the recommender's with bags beside it."""
+    """Return a batch of the recommender with additional bags."""
     draw, samples = torch.Generator().manual_seed(seed), len(batch["label"])
     bags, weighted = jagged(KEYS, samples, draw, longest=longest), jagged(["price", "place"], samples, draw, weighted=True)
     return {**batch, "bags": bags, "weighted": weighted}
 
 
 def bag_loader(steps: int, longest: int = 2, salt: int = 0, samples: int = 5) -> DataLoader:
-    """This rank's batches; each rank has one sample more than the one before."""
+    """Return this rank's batches; each rank has one sample more than the one before."""
     rank = int(os.environ["RANK"])
     batches = enumerate(RankBatches(rank, steps, samples + rank).batches, 1000 * rank + salt)
     return DataLoader([with_bags(batch, seed, longest) for seed, batch in batches], batch_size=None)
 
 
 def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = False) -> tuple[Collection, list[RowLayout]]:
-    """The collection, and where its rows would live: tables on one rank after the other, or each on all."""
+    """Return the collection and the layout of its rows: tables on one rank after the other, or each on all."""
     ((collection, _),) = find_collections(nn.ModuleDict({"bags": module}))
     plan = {}
     for index, table in enumerate(collection.tables):

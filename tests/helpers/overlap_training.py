@@ -1,4 +1,4 @@
-"""Fits for the tests of the overlap: what a fit leaves behind, how fits are compared, and batches of all kinds."""
+"""Fits for the tests of the overlap: the results of a fit, comparisons of fits, and batches of all kinds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Counts = tuple[int, int, int]
 STEPS, EPOCHS = 6, 2
 # lookups that were predicted, not predicted, mispredicted
 GIVEN = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
-"""All but the first of an epoch: a function returns the ids."""
+"""All lookups but the first of an epoch are predicted: a function returns the ids."""
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
-"""Nor the second one of all: there their place has just been learned."""
+"""The second lookup of all is not predicted either: the place of ids has just been learned."""
 NEVER = (0, STEPS * EPOCHS, 0)
 PLAIN = {"exchange": "torchrec"}
 """The option of the strategy with which TorchRec exchanges rows."""
@@ -36,7 +36,7 @@ PLAIN = {"exchange": "torchrec"}
 
 @dataclass
 class Run:
-    """What a fit leaves behind; weights and optimizer states are whole, on rank 0."""
+    """The results of a fit; weights and optimizer states are whole, on rank 0."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Run:
 
 
 class CountingModel(Recommender):
-    """Keeps what the engine has counted."""
+    """Records the engine's statistics."""
 
     def __init__(self, optimizer: str = "adagrad") -> None:
         super().__init__(optimizer)
@@ -66,7 +66,7 @@ class CountingModel(Recommender):
 
 
 def exchange_threads() -> list[str]:
-    """Names of the package's threads that are alive."""
+    """Return the names of the package's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")]
 
 
@@ -84,12 +84,12 @@ def fit(module: Any, loader: Any, validation: Any = None, ckpt_path: Any = None,
 
 
 def notices(run: Run) -> list[str]:
-    """Return what was said of lookups that are not overlapped."""
+    """Return the warnings about lookups that are not overlapped."""
     return [text for text in run.warnings if "overlapped" in text]
 
 
 def my_loader(steps: int) -> DataLoader:
-    """This rank's batches."""
+    """Return this rank's batches."""
     return fixed_loader(int(os.environ["RANK"]), steps)
 
 
@@ -98,7 +98,7 @@ def my_loader(steps: int) -> DataLoader:
 
 @dataclass
 class Case:
-    """A fit that is made in several ways, and compared."""
+    """A fit that is made in several ways and compared."""
 
     make: Callable[[], Any] = CountingModel
     loader: Callable[[], Any] = lambda: my_loader(STEPS)
@@ -172,7 +172,7 @@ def departures(
 
 
 def _moved(run: Run) -> list[Any]:
-    """Groups, and states of what has had an update."""
+    """Return groups, and states of parameters with updates."""
     return [
         [state["param_groups"], {index: each for index, each in state["state"].items() if each and each.get("step", 1)}]
         for state in run.states
@@ -227,7 +227,7 @@ def not_refused(ranks: int, cases: dict[str, Case], way: str | dict[str, Any] | 
 
 
 def assert_same(one: Any, other: Any, **tolerance: float) -> None:
-    """Nested tensors; bitwise if no tolerance is given."""
+    """Compare nested tensors; bitwise without a tolerance."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), f"{sorted(one, key=str)}, not {sorted(other, key=str)}"
         for key in one:
@@ -246,19 +246,19 @@ def assert_same(one: Any, other: Any, **tolerance: float) -> None:
 
 
 def changed_loader(steps: int, change: Any) -> DataLoader:
-    """This rank's batches, each as ``change`` makes it."""
+    """Return this rank's batches, each after ``change``."""
     return DataLoader([change(batch) for batch in my_loader(steps)], batch_size=None)
 
 
 class Stream(IterableDataset):
-    """This rank's batches; their number is not known, so Lightning fetches the first when it makes the loader."""
+    """Return this rank's batches without a length, so Lightning fetches the first one when it creates the loader."""
 
     def __iter__(self) -> Iterator[Batch]:
         yield from my_loader(STEPS)
 
 
 class OneBuffer:
-    """Makes every batch in the memory of the one before."""
+    """Creates every batch in the memory of the one before."""
 
     def __init__(self) -> None:
         self.batches = [as_tensors(batch) for batch in my_loader(STEPS)]
@@ -276,7 +276,7 @@ class OneBuffer:
 
 @dataclass
 class Record:
-    """A batch that is no dict."""
+    """A batch that is not a dict."""
 
     features: KeyedJaggedTensor
     label: Tensor

@@ -36,7 +36,7 @@ Between = Callable[[int, ShardedTables, OverlapEngine | None], None]
 
 
 class Sequences(nn.Module):
-    """Two collections; in the first a table that two features share, and one of its own; in the second one tiny table."""
+    """Has two collections. The first has a table shared by two features and another one; the second has one tiny table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Sequences(nn.Module):
 
 
 def batches(rank: int, steps: int, samples: int = 6) -> list[Batch]:
-    """Zipf ids; now and then a rank has no samples' ids at all, or a feature has none."""
+    """Return Zipf-distributed ids. Some ranks have no ids at all, and some features have none."""
     weights, result = 1 / torch.arange(1, ITEMS + 1) ** 1.1, []
     shuffled = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(9))
     for step in range(steps):
@@ -101,7 +101,7 @@ class Run:
 def sharded(
     optimizer: TableOptimizer, make: Callable[[], nn.Module] = Sequences
 ) -> Iterator[tuple[nn.Module, nn.Module, ShardedTables, Any]]:
-    """The model sharded, the same wrapped by DDP, its tables, and Adam for the rest."""
+    """Yield the sharded model, the same wrapped by DDP, its tables, and Adam for the rest."""
     model = make()
     sharding = TableSharding(model, torch.device("cpu"))
     optimizers = dict.fromkeys(sharding.parameters, optimizer)
@@ -123,7 +123,7 @@ def result_of(model: nn.Module, tables: ShardedTables, losses: list[float]) -> R
 
 
 def differences(mine: Run, other: Run, exact: bool = True) -> list[str]:
-    """Return the names of what differs: in any bit, or, if not ``exact``, by more than another order of summation."""
+    """Return the names of differences: in any bit or, if not ``exact``, by more than the order of summation."""
     found, expected = {**mine.tables, **mine.dense}, {**other.tables, **other.dense}
     if exact:
         names = [name for name, value in expected.items() if not torch.equal(found[name], value)]
@@ -160,7 +160,7 @@ def train_overlapped(
     ends_forward: bool = False,
     **options: Any,
 ) -> Run:
-    """The engine; ``submit`` says which ids it is given of the next batch, before and after the forward."""
+    """Train with the engine; ``submit`` returns the ids of the next batch that it gets before and after the forward."""
     with sharded(optimizer, make=make) as (model, ddp, tables, dense):
         engine = OverlapEngine(tables, dedup=dedup, **options)
         losses = []
@@ -188,25 +188,25 @@ def train_overlapped(
 
 
 def known(following: Batch | None) -> NextIds | None:
-    """All ids of a batch; None at the end."""
+    """Return all ids of a batch; None at the end."""
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
 
 
 def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """As many ids, but other ones."""
+    """Return as many other ids."""
     return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
 
 
 def ids_by_turns(step: int, following: Batch | None) -> tuple[NextIds | None, NextIds]:
-    """By turns and by rank: early, late, wrong, empty, half, nothing."""
-    told = known(following)
-    if told is None:
+    """Return ids by step and rank: early, late, wrong, empty, half, nothing."""
+    ids = known(following)
+    if ids is None:
         return None, {}
-    items, tags = {"items": told["items"]}, {"tags": told["tags"]}
-    wrong = {"items": _others(told["items"])}
+    items, tags = {"items": ids["items"]}, {"tags": ids["tags"]}
+    wrong = {"items": _others(ids["items"])}
     ways: list[tuple[NextIds | None, NextIds]] = [
-        (told, {}),
-        ({}, told),
+        (ids, {}),
+        ({}, ids),
         (wrong, tags),
         ({}, {}),
         (items, tags),
