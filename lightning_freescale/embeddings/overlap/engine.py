@@ -154,7 +154,8 @@ class OverlapEngine:
             settings: the settings of each table's update, by table key. Other tables use the options of their sharding.
             step: the number of completed optimizer steps, for tables without ``settings``; by default the engine counts them.
             restart: discard gradients kept for an optimizer step that did not follow.
-            gives_up: whether this rank gives up the prediction of ids, by collection.
+            gives_up: whether this rank gives up the prediction of ids, by collection: if the ids of the current batch are not
+                mispredicted, and if they are.
 
         Returns:
             The paths of the collections for which any rank gave up in the step before.
