@@ -1,4 +1,4 @@
-"""The assignment: a partition within its limits, deterministic, never below its lower bound."""
+"""An assignment is a deterministic partition within its limits, and never below its lower bound."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 def limits(samples: int, ranks: int, mode: str) -> tuple[int, int]:
-    """Return the least and most samples of a rank, written down independently of the code."""
+    """Return the minimum and maximum samples of a rank, independently of the code."""
     up, down = -(-samples // ranks), samples // ranks
     of_modes = {"fixed": (down, up), "zigzag": (down, up), "slack": (1, max(up, int(samples / ranks * 1.25)))}
     return of_modes.get(mode, (1, samples))
 
 
 def _counts(plan: Any, ranks: int, mode: str) -> np.ndarray:
-    """Return how many samples each rank has, which must be within the limits of the mode."""
+    """Return the number of samples of each rank, and check the limits of the mode."""
     counts = np.bincount(plan.rank_of_sample, minlength=ranks)
     least, most = limits(len(plan.rank_of_sample), ranks, mode)
     assert len(counts) == ranks and least <= counts.min() and counts.max() <= most
@@ -73,7 +73,7 @@ def test_tokens_stay_below_their_limit(batch: tuple[np.ndarray, int], data: st.D
         result = assign(cost, ranks, assignment_mode=mode, tokens=tokens, max_tokens_per_rank=limit)
     except ValueError as error:
         assert f"max_tokens_per_rank={limit}" in str(error)
-        # longest first by tokens is within 4/3 of the best, or one largest sample
+        # longest first by tokens is within 4/3 of the optimum, or has one largest sample
         assert mode == "fixed" or limit < max(tokens.max(), tokens.sum() / ranks) * 4 / 3 + tokens.max()
         return
     _counts(result, ranks, mode)
@@ -91,7 +91,7 @@ def test_tokens_are_levelled_at_no_cost(batch: tuple[np.ndarray, int], mode: str
     most = float(np.bincount(before.rank_of_sample, tokens).max())
     after = assign(cost, ranks, assignment_mode=mode, tokens=tokens, **({"max_tokens_per_rank": most} if limited else {}))
     _counts(after, ranks, mode)
-    if limited:  # which may lead to another plan
+    if limited:  # the rounding may lead to another plan
         assert np.bincount(after.rank_of_sample, tokens).max() <= most
     else:
         assert after.imbalance <= before.imbalance
@@ -105,13 +105,13 @@ def test_many_samples_and_ranks_overflow_nothing() -> None:
 
 
 def test_a_rank_that_takes_nearly_all_samples() -> None:
-    """Refinement's table would be as wide as that rank for all of them."""
+    """The table of the swaps would be as wide as that rank."""
     cost = np.array([1e6] * 63 + [1e-3] * 5000)
     assert assign(cost, 64, assignment_mode="free").imbalance == pytest.approx(64 / 63, rel=1e-3)
 
 
 def test_dearest_first_is_a_stable_sort() -> None:
-    """Also of costs so large that no place fits beside them in 64 bits."""
+    """The sort also handles costs so large that no index fits beside them in 64 bits."""
     for bits in range(62):
         for seed, samples in enumerate((0, 1, 37, 300)):
             draw = np.random.RandomState(100 * seed + bits)
@@ -130,7 +130,7 @@ def test_neither_rounding_errors_nor_the_unit_of_costs_matter() -> None:
         assert (free.imbalance, free.lower_bound) == (1.0, 1.0) and _counts(free, 3, "fixed").tolist() == [2, 2, 2]
 
 
-# -- the lower bound: no plan beats it, and the plan reaches it
+# -- the lower bound
 
 
 BOUNDED = ["fixed", "slack", "free"]
@@ -144,7 +144,7 @@ FAMILIES: dict[str, Callable[[np.random.RandomState, int], np.ndarray]] = {
 
 
 def _best(cost: np.ndarray, ranks: int, least: int, most: int) -> float:
-    """The imbalance of the best of all plans."""
+    """Return the imbalance of the best of all plans."""
     plans = np.array(list(itertools.product(range(ranks), repeat=len(cost))))
     held = (plans[:, :, None] == np.arange(ranks)).sum(axis=1)
     plans = plans[(held.min(axis=1) >= least) & (held.max(axis=1) <= most)]
@@ -154,7 +154,7 @@ def _best(cost: np.ndarray, ranks: int, least: int, most: int) -> float:
 
 @st.composite
 def small(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Few values, so that they come twice, and a few large ones; whole numbers and others."""
+    """Yield costs with equal values and a few large ones, both whole numbers and fractions."""
     ranks = draw(st.integers(2, 4))
     values = st.sampled_from([1, 2, 3, 5, 7, 8, 20, 21, 100])
     cost = np.array(draw(st.lists(values, min_size=ranks, max_size={2: 10, 3: 8, 4: 7}[ranks])), dtype=float)
@@ -191,7 +191,7 @@ def test_few_samples_with_limits_get_the_best_plan(seed: int) -> None:
 @given(st.integers(0, 10**6), st.sampled_from(BOUNDED))
 @settings(max_examples=75)
 def test_any_heavy_tail_is_planned(seed: int, mode: str) -> None:
-    """Also where a single rank has what the bound is about."""
+    """The bound also holds where a single rank causes it."""
     draw = np.random.RandomState(seed)
     ranks = draw.randint(2, 9)
     cost = draw.pareto(draw.uniform(0.3, 1.5), draw.randint(ranks, 12 * ranks)) + 0.01
@@ -210,10 +210,10 @@ def test_every_plan_is_as_good_as_its_bound(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", BOUNDED)
 def test_expensive_samples_in_pairs(mode: str) -> None:
-    """Of 14 on eight ranks, six ranks hold two: which two, the bound knows to the sample."""
+    """With 14 samples on eight ranks, six ranks hold two samples, and the bound accounts for each pair."""
     cost = np.concatenate([np.random.RandomState(3).normal(500, 40, 14) ** 2, np.full(50, 400.0)])
     result = assign(cost, 8, assignment_mode=mode)
-    paired = np.sort(cost)[50:62]  # the two most expensive are alone
+    paired = np.sort(cost)[50:62]  # each of the two most expensive samples is alone
     largest = (paired + paired[::-1]).max() + (6 * 400 if mode == "fixed" else 0)
     assert result.lower_bound == pytest.approx(largest / cost.sum() * 8) and result.gap < 1e-3
 
@@ -246,14 +246,14 @@ def test_bound_alone_is_that_of_the_plan() -> None:
         assert imbalance(cost, plan.rank_of_sample, 10) == pytest.approx(plan.imbalance)
 
 
-# -- plans must not change unnoticed, between versions or machines: the ranks of a mixed cluster would disagree
+# -- plans must not depend on the version or the machine, because the ranks of a mixed cluster would disagree
 
 
 Draw = tuple[int, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 def _draws() -> Iterator[Draw]:
-    """Ranks, lengths, costs and a mode; whole numbers and exact fractions, the same on every machine."""
+    """Return ranks, lengths, costs and a mode, as numbers that are equal on every machine."""
     for seed in range(18):
         draw = np.random.RandomState(seed)
         ranks = (2, 3, 8, 33, 64, 72)[seed % 6]

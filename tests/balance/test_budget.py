@@ -1,4 +1,4 @@
-"""Steps cut by a budget of tokens: as many on every rank and in every epoch, and no rank above it."""
+"""Steps with a budget of tokens: the same number on every rank and in every epoch, and no rank above the budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _steps(sampler: BalancedSampler, epoch: int) -> list[list[np.ndarray]]:
 def test_no_rank_is_above_the_budget_in_any_epoch(name: str, world: int, times: float) -> None:
     sizes = DRAWS[name]
     per_rank = float(sizes.max()) * times
-    if name == "alike" and times < 2 and world > 1:  # one sample each, and 101 are to be shared out
+    if name == "alike" and times < 2 and world > 1:  # one sample each, and 101 samples
         with pytest.raises(ValueError, match=f"101 samples for {world} ranks"):
             _sampler(sizes, per_rank, world)
         return
@@ -51,7 +51,7 @@ def test_no_rank_is_above_the_budget_in_any_epoch(name: str, world: int, times: 
 
 
 def test_a_plan_is_found_where_the_search_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the largest step there can be fits every other."""
+    """The ranks of the largest possible step fit every other step."""
     sampler = _sampler(LENGTHS, 500, 4)
     monkeypatch.setattr(sys.modules["lightning_freescale.balance.solver.search"], "_planned", lambda *args: None)
     for epoch in range(3):
@@ -86,7 +86,7 @@ def test_resumes_on_other_ranks_and_budgets_keep_every_sample_once() -> None:
         seen += [np.concatenate(plan) for plan in plans]
         batches, cuts = batches + more, now.batches.cuts(3)
         assert now.batches.consumed(3, batches) == sum(map(len, seen))
-    assert len(cuts) == 4, "the same ranks and budget go on with the same cut"
+    assert len(cuts) == 4, "the same ranks and budget keep the same cut"
     seen += [np.concatenate(now.plan(3, step)) for step in range(batches, len(now))]
     assert sorted(np.concatenate(seen)) == list(range(len(LENGTHS)))
     now.set_epoch(4)
@@ -97,8 +97,8 @@ def test_predictions_and_advice_are_of_the_same_steps() -> None:
     sizes = np.append(np.tile(LENGTHS, 4), 4000)
     costs, budget = sizes.astype(float) ** 2, Budget(4000, sizes)
     sampler = BalancedSampler(costs, budget, num_replicas=4, rank=0)
-    told = predict(costs, 4, budget, steps=len(sampler))
-    assert told == sampler.report()
-    assert told.dominated
-    advice = advise(costs, 4, budget, told, sizes, assignment_mode="free")
+    stated = predict(costs, 4, budget, steps=len(sampler))
+    assert stated == sampler.report()
+    assert stated.dominated
+    advice = advise(costs, 4, budget, stated, sizes, assignment_mode="free")
     assert advice is not None and "twice the budget" in advice

@@ -33,7 +33,7 @@ def test_cost_model() -> None:
 def _run(
     steps: int, ranks: int, plan: CostModel, true: CostModel, noise: float = 0.03, slow_rank: int = -1, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features and times of steps that are balanced by ``plan``; one rank-step in 20 is hit by something else."""
+    """Return features and times of steps that are balanced by ``plan``, with a disturbance in one of 20 times."""
     draw, features = np.random.RandomState(seed), sample_features(LENGTHS, UNIQUE)
     sums, seconds = np.zeros((steps, ranks, 4)), np.zeros((steps, ranks))
     for step in range(steps):
@@ -83,7 +83,7 @@ def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
     sums, seconds = _run(5, 16, CostModel(), TRUE)
     seconds[1:] = 0.0
     alone = Calibration()
-    assert alone.add_window(sums, seconds, _costs(sums, CostModel())) is None, "no other step to predict it from"
+    assert alone.add_window(sums, seconds, _costs(sums, CostModel())) is None, "there is no other step to predict it from"
     assert alone.add_window(*_run(5, 16, CostModel(), TRUE)) is not None
 
 
@@ -95,7 +95,7 @@ def test_the_fit_rests_on_the_last_times_only() -> None:
     assert fit.model.quadratic == pytest.approx(TRUE.quadratic, rel=0.15)
 
 
-# -- when a fit takes the place of the costs in use
+# -- the replacement of the costs in use by a fit
 
 
 def _costs(sums: np.ndarray, model: CostModel) -> np.ndarray:
@@ -121,7 +121,7 @@ def test_costs_that_predict_as_well_stay() -> None:
     sums, seconds = _run(60, 4, TRUE, TRUE)
     assert calibration.add_window(sums, seconds, 7e5 * _costs(sums, TRUE)) is not None, "in any unit"
     assert not calibration.improved
-    assert calibration.base == pytest.approx(7e5 * 0.01, rel=0.2), "0.01 s beside the samples, in the units of the costs"
+    assert calibration.base == pytest.approx(7e5 * 0.01, rel=0.2), "0.01 s besides the samples, in the unit of the costs"
     again = Calibration(in_use=TRUE)
     again.add_window(sums, seconds, np.ones_like(seconds))
     assert not again.improved and again.base == pytest.approx(0.01, rel=0.2)
@@ -133,11 +133,11 @@ def test_times_that_no_length_explains_leave_the_costs_alone() -> None:
     calibration.add_window(sums, 0.01 * draw.lognormal(0, 0.3, seconds.shape), _costs(sums, CostModel()))
     assert not calibration.improved
     mean = _costs(sums, CostModel()).mean()
-    assert np.isfinite(calibration.base) and calibration.base > mean, "nearly all of a step is beside its samples"
+    assert np.isfinite(calibration.base) and calibration.base > mean, "nearly all of a step does not depend on its samples"
 
 
 def test_samples_that_cost_nothing_are_not_measured_for_ever() -> None:
-    """As of histories without events: a fit has nothing but a base, and is no better than costs of nothing."""
+    """Samples without events, for which a fit has only a base, and is no better than costs of 0."""
     calibration, draw = Calibration(), np.random.RandomState(0)
     sums = np.zeros((25, 4, 4))
     sums[..., 0] = 8.0
@@ -166,10 +166,10 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found.by_fit == pytest.approx(found.measured, abs=0.2)
     (tmp_path / "report.json").write_text(json.dumps(_document()))
     main(["fit", str(tmp_path / "report.json"), "--json", str(tmp_path / "cost.json")])
-    told, figures = capsys.readouterr().out, json.loads((tmp_path / "cost.json").read_text())
-    assert "40 steps of 2 ranks" in told and "1.250 predicted" in told
+    printed, figures = capsys.readouterr().out, json.loads((tmp_path / "cost.json").read_text())
+    assert "40 steps of 2 ranks" in printed and "1.250 predicted" in printed
     assert figures["model"]["quadratic"] == found.fit.model.quadratic and figures["base"] == found.fit.base
-    (code,) = (line for line in told.splitlines() if line.startswith("FreeScaleDataModule"))
+    (code,) = (line for line in printed.splitlines() if line.startswith("FreeScaleDataModule"))
     model = eval(code.partition("cost=")[2][:-1], {"CostModel": CostModel})
     assert model.quadratic == pytest.approx(found.fit.model.quadratic, rel=1e-3)
 
@@ -189,5 +189,5 @@ def test_reports_that_cannot_be_fitted(document: Any, facts: str, tmp_path: Path
     (tmp_path / "report.json").write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(SystemExit) as stopped:
         main(["fit", str(tmp_path / "report.json")])
-    told = capsys.readouterr().err
-    assert stopped.value.code == 2 and told.startswith("fit: ") and facts in told
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and printed.startswith("fit: ") and facts in printed

@@ -1,4 +1,4 @@
-"""How a rank's samples of a step are cut, how many micro-batches steps have, and which candidate a step tries."""
+"""The division of a rank's samples into micro-batches, the number of micro-batches of a step, and its candidate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COSTS = np.random.default_rng(0).pareto(1.2, 97) + 1
 
 
 def samplers(ranks: int, count: int, **options: Any) -> list[BalancedSampler]:
-    """One for each rank, with their own schedules of as many micro-batches."""
+    """Return a sampler for each rank, with a schedule of its own."""
     given = [{"rank": rank, "micro_batches": MicroBatchSchedule(count, 8), **options} for rank in range(ranks)]
     return [BalancedSampler(COSTS, 8, num_replicas=ranks, **each) for each in given]
 
@@ -53,18 +53,21 @@ FEW = np.where(np.arange(97) % 3, 0.0, 1.0)
     ("ranks", "options"),
     [
         (3, {}),
-        (5, {}),  # the last 17 samples: some ranks have 3
+        (5, {}),  # the last 17 samples, 3 on some ranks
         (3, {"assignment_mode": "slack"}),
         (3, {"drop_last": True}),
         (3, {"loss_weights": COSTS}),
         (3, {"loss_weights": FEW}),
-        (1, {"loss_weights": np.repeat([0.0, 1.0], [48, 49]), "shuffle": False}),  # in some steps nothing weighs: each counts
+        (
+            1,
+            {"loss_weights": np.repeat([0.0, 1.0], [48, 49]), "shuffle": False},
+        ),  # in some steps all weights are 0, so that each sample counts
         (3, {"assignment_mode": "free"}),
         (3, {"assignment_mode": "free", "loss_weights": FEW}),
     ],
 )
 def test_steps_are_cut_into_as_many_parts_on_all_ranks(ranks: int, options: dict[str, Any]) -> None:
-    """Each part has samples that weigh something; together they are the samples of the undivided step."""
+    """Check that each part has samples with a weight, and that all parts together are the undivided step."""
     weights, counts = options.get("loss_weights", np.ones(97)), set()
     for whole, divided in zip(zip(*samplers(ranks, 1, **options)), zip(*samplers(ranks, 4, **options)), strict=True):
         parts_of_ranks = [batch.batches if isinstance(batch, MicroBatches) else [batch] for batch in divided]
@@ -106,7 +109,7 @@ def test_what_is_settled_holds_from_the_first_step_on() -> None:
 
 
 def test_turns_are_blocks_of_steps_and_short_epochs_come_to_all() -> None:
-    """A step is a measurement if the step before had the same candidate, and there is another one to compare it with."""
+    """Steps are measurements if the step before had the same candidate, and if there is another candidate."""
     turns = Turns("ab")
     assert "".join(turns.candidate(0, step) for step in range(2 * TRIAL_BLOCK)) == "a" * TRIAL_BLOCK + "b" * TRIAL_BLOCK
     measured = [turns.measured(0, step) for step in range(2 * TRIAL_BLOCK)]
@@ -123,6 +126,6 @@ def test_a_change_of_candidates_counts_from_its_step_on() -> None:
     assert turns.candidate(1, 1) == "c"
     assert turns.candidate(1, 2) == turns.candidate(1, 3) == "e"
     assert turns.measured(0, 7) is None, "before the last change"
-    assert turns.measured(1, 2) is None, "another one came before"
+    assert turns.measured(1, 2) is None, "the step before had another candidate"
     assert turns.measured(1, 3) == 1
     assert turns.last == ("d", "e")

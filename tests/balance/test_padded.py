@@ -1,4 +1,4 @@
-"""Ranks that pad their samples: plans are the best runs, within limits, and micro-batches are padded by themselves."""
+"""Plans of ranks that pad: the best runs within the limits, with separately padded micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = np.random.RandomState(0).lognormal(4, 1, size=103).astype(int) + 1.0
 
 
 def _time(cost: np.ndarray, place: np.ndarray, ranks: int) -> float:
-    """Return the slowest rank's time, written down independently of the code."""
+    """Return the slowest rank's time, independently of the code."""
     own = [cost[place == rank] for rank in range(ranks)]
     return max(len(each) * each.max() for each in own if len(each))
 
@@ -36,10 +36,10 @@ def few(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 @given(few(), st.sampled_from(["free", "slack", "fixed"]), st.floats(0, 3))
 @settings(max_examples=120)
-def test_best_of_all_plans(batch: tuple[np.ndarray, int], mode: str, room: float) -> None:
+def test_best_of_all_plans(batch: tuple[np.ndarray, int], mode: str, extra: float) -> None:
     cost, ranks = batch
     tokens = np.ceil(cost / 100)
-    limit = float(tokens.max() + room * tokens.sum()) or 1.0
+    limit = float(tokens.max() + extra * tokens.sum()) or 1.0
     equal = -(-len(cost) // ranks)
     most = {"free": len(cost), "slack": max(equal, int(len(cost) / ranks * 1.25))}.get(mode, equal)
     least = len(cost) // ranks if mode == "fixed" else 1
@@ -142,7 +142,9 @@ def test_a_rank_holds_no_more_tokens_than_the_fullest_as_drawn() -> None:
     costs, tokens = np.array([1000.0] + [1.0] * 31), np.array([100.0] + [90.0] * 31)
     given: dict[str, Any] = {"tokens": tokens, "assignment_mode": "free", "padded": True, "shuffle": False}
     plan = BalancedSampler(costs, 16, num_replicas=2, rank=0, **given).plan(0, 0)
-    assert max(len(mine) * tokens[mine].max() for mine in plan) <= 16 * 100 < 31 * 90, "by cost alone, one rank would have 31"
+    assert max(len(mine) * tokens[mine].max() for mine in plan) <= 16 * 100 < 31 * 90, (
+        "by cost alone, one rank would have 31 samples"
+    )
 
 
 def test_padding_that_is_found_out_changes_later_steps_alike_on_all_ranks() -> None:
@@ -153,7 +155,7 @@ def test_padding_that_is_found_out_changes_later_steps_alike_on_all_ranks() -> N
         for rank, loader in enumerate(loaders):
             taken[rank].append(next(loader))
         if step == 2:
-            ranks[0].report(0)  # makes plans of all steps, on this rank only
+            ranks[0].report(0)  # makes the plans of all steps on this rank only
             with pytest.raises(RuntimeError, match="already read"):
                 ranks[0].pad_from(0, 2)
             for rank in ranks:
@@ -165,7 +167,7 @@ def test_padding_that_is_found_out_changes_later_steps_alike_on_all_ranks() -> N
             for rank in (0, 1)
         ], step
     assert ranks[0].digest() == ranks[1].digest() != same[0].digest()
-    assert before.padding is None and ranks[0].report().padding is None, "of an epoch of both kinds"
+    assert before.padding is None and ranks[0].report().padding is None, "the epoch has steps of both kinds"
     whole = same[0].report()
     assert 0 < whole.padding < whole.padding_unbalanced < 1 and "of the computed tokens" in str(whole)
     for rank in ranks:
@@ -178,5 +180,5 @@ def test_a_prediction_and_its_advice_know_of_padding() -> None:
     given: dict[str, Any] = {"padded": True, "tokens": lengths}
     free, fixed = (predict(lengths, 4, 8, assignment_mode=mode, **given) for mode in ("free", "fixed"))
     assert fixed.unbalanced == free.unbalanced and free.balanced < 0.8 * fixed.balanced
-    told = advise(lengths, 4, 8, assignment_mode="free", **given)
-    assert told is not None and "micro_batches=" in told and "padding" in told
+    stated = advise(lengths, 4, 8, assignment_mode="free", **given)
+    assert stated is not None and "micro_batches=" in stated and "padding" in stated

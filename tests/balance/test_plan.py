@@ -1,4 +1,4 @@
-"""Plans are made in a thread, once, and are the same as without; what a plan brings is reported."""
+"""Plans are made once, in a thread, are equal to those without a thread, and report their effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_iteration_leaves_no_thread_and_plans_each_step_once() -> None:
     whole = list(sampler)
     assert list(pickle.loads(pickle.dumps(BalancedSampler(COSTS, 4, num_replicas=2, rank=0)))) == whole
     assert sorted(step for step, _ in sampler.planned) == list(range(len(sampler)))
-    assert sampler.planned[0][0] == 0, "step 0 was planned when the sampler was made"
+    assert sampler.planned[0][0] == 0, "step 0 was planned by the constructor"
     batches = iter(sampler)
     next(batches)
     batches.close()
@@ -55,7 +55,7 @@ def test_a_second_iterator_plans_ahead_too() -> None:
     next(second)
     second.close()
     planned = dict(sampler.planned)
-    assert planned[4].startswith("freescale-plan"), "the end of the first does not end what plans for the second"
+    assert planned[4].startswith("freescale-plan"), "the end of the first iteration does not stop the thread of the second"
     sampler.plan(0, 20)
     assert dict(sampler.planned)[20] == threading.current_thread().name
 
@@ -97,7 +97,7 @@ def test_steps_count_by_their_cost_and_the_fullest_rank_is_that_of_any_step() ->
     assert report.scalars("step")["freescale/imbalance/step/tokens_unbalanced"] == pytest.approx(1.7)
     assert report.scalars("step")["freescale/imbalance/step/tokens_fullest"] == 0.9
     assert not any("tokens" in name for name in BalanceReport.from_steps([STEP]).scalars("step"))
-    assert BalanceReport.from_steps([one, STEP]).tokens_unbalanced is None, "not known of one step"
+    assert BalanceReport.from_steps([one, STEP]).tokens_unbalanced is None, "unknown for one step"
     assert BalanceReport.from_steps([]) == BalanceReport(0, 1.0, 1.0, 1.0, 0.0, None, None, None)
 
 

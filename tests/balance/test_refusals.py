@@ -1,4 +1,4 @@
-"""An argument that does not fit is refused by an error that names it and its value; one that fits is taken."""
+"""Invalid arguments raise errors with their names and values, and valid ones are accepted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_only_limits_that_were_given_are_named() -> None:
 
 
 def test_numbers_of_any_kind_are_taken() -> None:
-    tokens = np.random.RandomState(0).rand(5)  # one as large as the limit has a place
+    tokens = np.random.RandomState(0).rand(5)  # a sample as large as the limit fits
     plan = assign(np.ones(5), 5, tokens=tokens, max_tokens_per_rank=float(tokens.max()))
     assert sorted(plan.rank_of_sample) == [0, 1, 2, 3, 4]
     checked = non_negative("costs", [0, 1, 2.5], 3)

@@ -1,4 +1,4 @@
-"""The plan of an epoch: every sample once, the same global batches balanced or not, on every rank."""
+"""The plan of an epoch has every sample once, and global batches that depend neither on balancing nor on the rank."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_resume_on_another_number_of_ranks_keeps_order_and_samples(then: int, no
             assert all(parts), "every rank has a sample"
             order += ranks[0].global_batch(epoch, step).tolist()
             assert sorted(order[-sum(map(len, parts)) :]) == sorted(index for part in parts for index in part)
-        assert order == expected if expected is not None else sorted(order) == list(range(103)), "the next epoch is whole"
+        assert order == expected if expected is not None else sorted(order) == list(range(103)), "the next epoch is complete"
 
 
 def test_resume_with_fewer_samples_left_than_ranks() -> None:
@@ -98,12 +98,12 @@ def test_exploration_steps_stay_as_drawn_in_the_first_epoch_only() -> None:
             assert _same(explores.plan(epoch, step), expected.plan(epoch, step)), (epoch, step)
     limited = {"exploration_steps": 50, "tokens": np.ones(103), "max_tokens_per_rank": 100}
     sampler = _ranks(2, **limited)[0]
-    assert all(sampler.step_plan(0, step).balanced for step in range(len(sampler))), "a limit holds in every step"
+    assert all(sampler.step_plan(0, step).balanced for step in range(len(sampler))), "the limit holds in every step"
 
 
 def test_digest_tells_plans_apart_also_when_exploring() -> None:
     same, other = _ranks(2, exploration_steps=50)
-    assert other.step_plan(0, 0).balanced, "the step that is hashed is one that was solved"
+    assert other.step_plan(0, 0).balanced, "the hashed step was planned"
     other.step_plan(0, 0).__dict__["rank_of_sample"] = np.zeros(8, dtype=np.int64)
     assert other.digest() != same.digest()
     same = _ranks(3)[1].digest()
@@ -114,7 +114,7 @@ def test_digest_tells_plans_apart_also_when_exploring() -> None:
     later = _ranks(3)[0]
     later.set_epoch(1)
     assert same not in {sampler.digest() for sampler in [*(_ranks(3, **each)[0] for each in changed), _ranks(2)[0], later]}
-    assert _ranks(3, COSTS * (1 + 1e-15))[0].digest() == same, "the last bits of a cost function do not matter"
+    assert _ranks(3, COSTS * (1 + 1e-15))[0].digest() == same, "the last bits of costs do not matter"
 
 
 def test_parts_keep_the_drawn_order() -> None:
@@ -138,7 +138,7 @@ def test_report_of_the_plan_in_use() -> None:
     assert list(balanced.scalars("epoch")) == [f"freescale/imbalance/epoch/{name}" for name in names]
 
 
-# -- windows: the samples of an optimizer step, shared out among its micro-batches
+# -- windows: the division of the samples of an optimizer step among its micro-batches
 
 
 LONG = np.random.RandomState(0).lognormal(5, 1.8, size=200)
@@ -152,7 +152,7 @@ def _long(world: int, **options: Any) -> list[BalancedSampler]:
     ("world", "window", "limit"), [(1, 2, 1.0), (2, 3, 1.0), (3, 2, 1.0), (2, 4, 5), (2, 4, 0.41), (2, 4, 40), (2, 4, 1)]
 )
 def test_windows_have_the_samples_they_were_drawn_with(world: int, window: int, limit: float) -> None:
-    """Also those that the limit ends early: they do not have the dearest of the samples that would have come."""
+    """Optimizer steps that the limit ends early do not have the most expensive samples of their window."""
     shared, drawn = (_long(world, window=size, limit=limit, loss_weights=LONG.round())[0] for size in (window, 1))
     end = min(len(drawn), limit if isinstance(limit, int) else int(limit * len(drawn)))
     assert len(shared) == len(drawn)
@@ -170,11 +170,11 @@ def test_windows_have_the_samples_they_were_drawn_with(world: int, window: int, 
     [(2, 2, False, "fixed"), (3, 3, True, "fixed"), (2, 2, True, "slack"), (3, 1, True, "fixed"), (3, 1, False, "free")],
 )
 def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, targets: bool, mode: str) -> None:
-    """The loss of each sample, averaged as a training step, DDP and accumulation do."""
+    """Return the loss averaged like a training step, DDP and accumulation average it."""
     losses = np.random.RandomState(1).rand(200)
     weigh = np.random.RandomState(3).randint(0, 40, 200).astype(float) if targets else np.ones(200)
     ranks = _long(world, window=window, loss_weights=weigh if targets else None, assignment_mode=mode)
-    full = len(LONG) // (4 * world) // window * window  # those of the steps after them are of unequal sizes
+    full = len(LONG) // (4 * world) // window * window  # the steps after them have unequal sizes
     for first in range(0, full, window):
         found, samples = 0.0, []
         for step in range(first, first + window):
@@ -184,7 +184,7 @@ def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, tar
                 if weigh[mine].any():
                     found += rank.loss_weight(step) * np.average(losses[mine], weights=weigh[mine]) / world / window
         assert found == pytest.approx(np.average(losses[samples], weights=weigh[samples]))
-    assert _long(3)[0].loss_weight(0) == 1.0, "equal counts leave the loss alone, to the bit"
+    assert _long(3)[0].loss_weight(0) == 1.0, "equal counts do not change the loss"
     assert _long(3, loss_is_sum=True)[0].loss_weight(0) == 3.0
 
 
@@ -192,7 +192,7 @@ def test_loss_weights_make_the_mean_over_the_window(world: int, window: int, tar
     ("then", "now", "done"), [((2, 4), (2, 4), 6), ((2, 4), (3, 4), 8), ((3, 2), (1, 2), 6), ((2, 4), (2, 3), 4)]
 )
 def test_resume_with_the_same_window_or_between_two(then: tuple[int, int], now: tuple[int, int], done: int) -> None:
-    """Another number of ranks, or of steps in a window: no sample is lost or repeated."""
+    """No sample is lost or repeated with another number of ranks, or of steps in a window."""
     before, after = (_long(ranks, window=window) for ranks, window in (then, now))
     whole = [list(rank) for rank in before]
     stopped = before[0].batches
@@ -205,7 +205,7 @@ def test_resume_with_the_same_window_or_between_two(then: tuple[int, int], now: 
 
 
 def test_resume_inside_a_window_with_others() -> None:
-    """What was begun is ended as it was shared out; the windows after it are those of the new run."""
+    """The unfinished window keeps its division, and later windows are those of the new run."""
     first, second = _long(2, window=4)[0], _long(2, window=3)[0]
     second.resume(0, 5, None, first.batches.begun_window(0, 5))
     assert [second.batches.begun_window(0, batches) for batches in (6, 8, 10)] == [(4, 4), (8, 0), (9, 3)]
@@ -213,7 +213,7 @@ def test_resume_inside_a_window_with_others() -> None:
 
 @pytest.mark.parametrize(("windows", "limit"), [((4, 3, 3), 1.0), ((4, 3, 4), 7), ((3, 4, 2), 7), ((5, 2, 3), 1.0)])
 def test_runs_with_other_windows_and_limits_lose_no_sample(windows: tuple[int, int, int], limit: float) -> None:
-    """Wherever the first two stop: what the second has left alone because of the first, the third leaves alone as well."""
+    """The third run keeps the windows that the second run kept because of the first one."""
     for stops in ((first, second) for first in range(7) for second in range(first, 7)):
         seen, window, done = list[int](), None, 0
         for size, stop, until in zip(windows, (*stops, 25), (limit, limit, 1.0)):
@@ -225,7 +225,7 @@ def test_runs_with_other_windows_and_limits_lose_no_sample(windows: tuple[int, i
 
 
 def test_a_limit_on_tokens_holds_in_every_batch() -> None:
-    """Where sharing out would break it, the batches of an optimizer step stay as they were drawn."""
+    """Batches stay as drawn where sharing would exceed the limit."""
     tokens = np.maximum(1, np.sqrt(LONG)).round()
     shared, kept = 0, 0
     for most in (150, 130):
@@ -241,7 +241,7 @@ def test_a_limit_on_tokens_holds_in_every_batch() -> None:
 
 
 def _as_drawn(world: int, steps: range, values: np.ndarray) -> float:
-    """What the slowest ranks would take in these steps without balancing, over what all take on average."""
+    """Return the ratio of the slowest to the mean time of the ranks without balancing."""
     drawn = [values[_long(world)[0].global_batch(0, step)] for step in steps]
     slowest = sum(imbalance(each, contiguous_split(len(each), world), world) * each.sum() for each in drawn)
     return slowest / sum(each.sum() for each in drawn)
@@ -266,7 +266,7 @@ def test_the_bound_of_a_window_is_that_of_any_way_to_share_it_out() -> None:
         assert {step.lower_bound for step in steps} == {window_bound(costs, 4, 2)}
         reached = sum(step.balanced * step.cost for step in steps) / costs.sum()
         assert steps[0].lower_bound <= reached * (1 + 1e-9)
-    assert sampler.report().gap > 0.001  # of each micro-batch alone it would be 0
+    assert sampler.report().gap > 0.001  # for each micro-batch alone it would be 0
 
 
 @pytest.mark.parametrize("options", [{}, {"assignment_mode": "free"}])
@@ -289,7 +289,7 @@ def test_a_window_that_a_limit_keeps_as_drawn_has_the_bounds_of_its_steps(monkey
     assert [kept.balance(step) for step in range(8)] == [alone.balance(step) for step in range(8)]
 
 
-# -- the order: every sample once
+# -- the order of an epoch
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 3))

@@ -1,4 +1,4 @@
-"""The what-if table: its files, its figures and what it refuses."""
+"""The table of ``simulate``: its input files, figures and errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bad_files_are_refused(
 
 
 def test_figures_are_those_of_the_assignment() -> None:
-    """One step that has every sample once: everything but as drawn is known without drawing."""
+    """A step of all samples has known figures, except for those as drawn."""
     cost = CostModel.from_config(16)
     row = forecast(LENGTHS, 10, 30, cost, steps=1, seed=3)
     costs = cost(LENGTHS)
@@ -106,7 +106,7 @@ def test_figures_are_those_of_the_assignment() -> None:
 
 
 def test_options_change_what_is_balanced_but_not_as_drawn() -> None:
-    lengths = np.array([100.0] * 4 + [1.0] * 28)  # equal counts leave ranks with cheap samples only
+    lengths = np.array([100.0] * 4 + [1.0] * 28)  # equal counts leave some ranks with cheap samples only
     options = {}, {"assignment_mode": "slack"}, {"assignment_mode": "free"}
     fixed, slack, free = (forecast(lengths, 8, 4, steps=1, **each) for each in options)
     assert free.balanced <= slack.balanced < fixed.balanced and free.unbalanced == fixed.unbalanced
@@ -130,8 +130,8 @@ def test_a_dominated_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_data_set_smaller_than_a_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "figures.json"
     main(_line(_file(tmp_path, "a.txt"), "--ranks", "30,64,200", "--steps", "2", "--json", written, "--dim", "8"))
-    told = {text.partition(" ranks: ")[0]: text for text in capsys.readouterr().out.split("\n\n")}
-    assert "512 samples" in told["64"] and "1600 samples" in told["200"] and "1 or 2 per rank" in told["200"]
+    printed = {text.partition(" ranks: ")[0]: text for text in capsys.readouterr().out.split("\n\n")}
+    assert "512 samples" in printed["64"] and "1600 samples" in printed["200"] and "1 or 2 per rank" in printed["200"]
     figures = {row["ranks"]: row for row in json.loads(written.read_text())["predicted"]}
     assert [figures[ranks]["samples_per_step"] for ranks in (30, 64, 200)] == [240, 300, 300]
     assert figures[200]["balanced"] == pytest.approx(assign(CostModel.from_config(8)(LENGTHS), 200).imbalance)
@@ -151,8 +151,8 @@ def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.Ca
         sampler = BalancedSampler(CostModel()(LENGTHS), Budget(500, LENGTHS), num_replicas=row["ranks"], rank=0)
         assert row["fill"] == sampler.batches.fill and row["zigzag"] is None
         samples = max(len(sampler.global_batch(0, step)) for step in range(len(sampler)))
-        told = out.partition(f"\n{row['ranks']} ranks: ")[2]
-        assert row["samples_per_step"] == samples and f"{samples} samples" in told and f"{row['fill']:.1%}" in told
+        printed = out.partition(f"\n{row['ranks']} ranks: ")[2]
+        assert row["samples_per_step"] == samples and f"{samples} samples" in printed and f"{row['fill']:.1%}" in printed
     with pytest.raises(SystemExit):
         main([*line, "--batch-size", "8"])
     assert "--batch-size" in capsys.readouterr().err
@@ -164,12 +164,15 @@ def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         flags = ["--padded", "--max-length", "60", "--micro-batches", parts, "--json", str(tmp_path / "out.json")]
         main(["simulate", "--lengths", str(path), "--ranks", "4", "--batch-size", "16", *flags])
         figures += json.loads((tmp_path / "out.json").read_text())["predicted"]
-    told = capsys.readouterr().out
-    assert "max 60" in told and "assignment_mode free, padded to the longest sample of a micro-batch, 4 micro-batches" in told
+    printed = capsys.readouterr().out
     assert (
-        "slowest rank with padding" in told
-        and "of the computed tokens are padding as drawn" in told
-        and "With micro_batches=" in told
+        "max 60" in printed
+        and "assignment_mode free, padded to the longest sample of a micro-batch, 4 micro-batches" in printed
+    )
+    assert (
+        "slowest rank with padding" in printed
+        and "of the computed tokens are padding as drawn" in printed
+        and "With micro_batches=" in printed
     )
     one, four = figures
     cost = CostModel()(np.minimum(LENGTHS, 60))

@@ -1,4 +1,4 @@
-"""The page computes what the package does, and shows it."""
+"""The page shows the same figures as the package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOAD = TrainingLoad.from_compute(
 
 @pytest.fixture
 def page(open_page: Callable[..., Any], tmp_path: Path) -> Any:
-    """The page of these lengths; it must not complain, nor ask for anything."""
+    """Open the page of these lengths, and check that it logs nothing and requests nothing."""
     path = write_page(tmp_path / "page.html", LENGTHS, RANKS, LOAD, NET, "no data")
     shown, watch = open_page(path)
     yield shown
@@ -48,7 +48,7 @@ def _rows(page: Any) -> list[list[str]]:
 
 
 def _expected(techniques: Techniques, load: TrainingLoad = LOAD, net: Network = NET) -> list[tuple[float, float]]:
-    """Seconds of a step, and of them compute, for each number of ranks."""
+    """Return the seconds of a step and of its compute for each number of ranks."""
     found = []
     for ranks in RANKS:
         pairs = pairs_of_steps(LENGTHS, ranks, LOAD, 4, 0, resample=False)
@@ -60,7 +60,7 @@ def _expected(techniques: Techniques, load: TrainingLoad = LOAD, net: Network = 
 
 
 def _switch(page: Any, techniques: Techniques) -> None:
-    """As a reader would: what needs another technique after it, or off before it."""
+    """Set the switches in the order in which they are enabled."""
     wanted = {name: getattr(techniques, name) for name in Techniques.__dataclass_fields__}
     parts = wanted.pop("micro_batches")
     for name in ("balance", "sm_free", "overlap", "dedup", "split_backward", "two_level"):
@@ -72,8 +72,8 @@ def _switch(page: Any, techniques: Techniques) -> None:
 
 
 def test_the_page_computes_what_the_package_does(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every combination of the ladder, at few ranks, within nodes and between them."""
-    monkeypatch.setattr(network_room, "EXACT_RANKS", 0)  # the page goes by the busiest link at any number of ranks
+    """The figures are equal for all techniques, within nodes and between nodes."""
+    monkeypatch.setattr(network_room, "EXACT_RANKS", 0)  # the page uses the busiest link for any number of ranks
     plain_steps = _expected(Techniques())
     variants = [*LADDER.values(), Techniques(overlap=True, micro_batches=2, split_backward=True), Techniques(dedup=True)]
     for techniques in variants:
@@ -93,10 +93,10 @@ def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPat
     _switch(page, Techniques(overlap=True))
     page.locator("#bandwidth").fill("20")
     page.locator("#exponent").fill("100")
-    told = plain(page.locator("output[for=bandwidth]").inner_text())
+    stated = plain(page.locator("output[for=bandwidth]").inner_text())
     low, high = NET.bandwidth.low / 10, NET.bandwidth.high * 10
     slow = low * (high / low) ** (20 / 400)
-    assert told == f"{slow / 1e9:.3g} GB/s"
+    assert stated == f"{slow / 1e9:.3g} GB/s"
     net = replace(NET, bandwidth=replace(NET.bandwidth, value=slow, low=slow))
     load = replace(LOAD, catalogue=Catalogue(100_000, Quantity(0.5, "assumed")))
     for row, (step, _) in zip(_rows(page), _expected(Techniques(overlap=True), load, net)):
@@ -105,7 +105,7 @@ def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPat
     page.locator("#reset").click()
     _switch(page, Techniques(balance=True, overlap=True, dedup=True))
     assert _rows(page) == before
-    # what needs another technique is off without it
+    # a technique is off without another one that it needs
     page.locator("#on-split_backward").check()
     page.locator("#micro_batches").select_option("4")
     page.locator("#on-overlap").uncheck()

@@ -1,4 +1,4 @@
-"""The predicted step against closed forms, and against what no step can be."""
+"""The predicted step compared with closed forms and limits."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ SPLIT, SM_FREE = Techniques(overlap=True, split_backward=True), Techniques(overl
 LATE = replace(NET, latency=exactly(0.5), peer_latency=exactly(0.25))
 BUSY, SLOWED = replace(LOAD, host=exactly(3.0), base=exactly(1.0)), replace(LOAD, contention=exactly(0.25))
 PLAIN = _traffic([4.0, 10.0], ids=400, rows=800)
-# 4 of 8 parts of 800 bytes cross between the nodes, both ways; in two levels a quarter of them
+# 4 of 8 parts of 800 bytes cross between the nodes in each direction; in two levels, a quarter of them
 NODES = [replace(each, node_share=0.25) for each in _traffic([0.0] * 8, rows=800, colliding=800)]
 STEPS = {  # traffic, load, network, techniques, seconds
-    # of 800 bytes half stay at home: 4 s each way over 100 B/s; 2 s of ids; the slowest computes 10 s
+    # half of 800 bytes stay on their rank: 4 s in each direction at 100 B/s; 2 s of ids; the slowest rank computes 10 s
     "plain": (PLAIN, LOAD, NET, Techniques(), 2 + 4 + 10 + 4),
     "latency": (PLAIN, LOAD, LATE, Techniques(), 20 + 3 * 0.75),
     "host": (PLAIN, BUSY, NET, Techniques(), 24),
     "colliding rows": (_traffic([10.0] * 2, 400, 800, colliding=200), LOAD, NET, OVERLAP, 10 + 1 + 1),
-    # 2 s of ids and 2 x 6 s of rows behind 5 s of compute: the link is the limit
+    # 2 s of ids and 2 x 6 s of rows behind 5 s of compute, so the link is the limit
     "the link": (_traffic([5.0] * 2, 400, 1400, colliding=200), LOAD, NET, OVERLAP, 14 + 2),
-    # 2.5 of 10 s of compute are beside an exchange of 2 s; beside one of 6 s they hide themselves
+    # 2.5 s of 10 s of compute overlap an exchange of 2 s; an exchange of 6 s hides them
     "split backward": (_traffic([10.0] * 2, 0, 800, colliding=200), LOAD, NET, SPLIT, 10),
     "a long exchange": (_traffic([10.0] * 2, 0, 800, colliding=600), LOAD, NET, SPLIT, 7.5 + 6),
-    # 6 s of exchanges, in which a quarter longer takes 4.8 s of work; the other 5.2 s are as before
+    # 6 s of exchanges slow 4.8 s of work down by a quarter; the other 5.2 s are unchanged
     "contention": (_traffic([10.0] * 2, 0, 600), SLOWED, NET, OVERLAP, 11.2),
     "no contention": (_traffic([10.0] * 2, 0, 600), SLOWED, NET, SM_FREE, 10),
     # 2 x 1/2 x 1000 bytes at 100 B/s behind two thirds of 9 s
@@ -88,13 +88,13 @@ def test_flows_and_the_busiest_link_agree_on_simultaneous_arrivals(ranks: int, m
 
 
 def test_a_late_rank_holds_up_its_own_flows_alone() -> None:
-    """The first of three ranks sends 1000 bytes to each of the others, one of which comes late."""
+    """Rank 0 of three sends 1000 bytes to each other rank, and one of these arrives late."""
     done = NET.finish(np.array([0.0, 0.0, 50.0]), np.array([3000.0, 0.0, 0.0]), np.zeros(3))
     assert done == pytest.approx([60, 10, 60])
 
 
 def test_links_within_a_node_are_others() -> None:
-    """Of 800 bytes per rank 2 x 100 stay on the node's link, at 10 B/s; 4 x 100 cross at 100 B/s."""
+    """Each rank sends 2 x 100 of 800 bytes within its node at 10 B/s, and 4 x 100 between nodes at 100 B/s."""
     net = replace(NET, ranks_per_node=3, node_bandwidth=exactly(10.0))
     for ranks, seconds in ((3, 2 * 800 / 3 / 10), (6, 2 * 800 / 6 / 10)):
         assert net.finish(np.zeros(ranks), np.full(ranks, 800.0), np.zeros(ranks)) == pytest.approx(seconds)
@@ -104,7 +104,7 @@ def test_one_rank_waits_for_no_other() -> None:
     (plain, *_) = simulate([3.0], 1)
     assert plain.step.value == pytest.approx(6) and plain.bubble.value == pytest.approx(0)
     same = simulate([5.0] * 40, 4, draws=0)
-    assert all(each.speed_up.low == each.speed_up.value == each.speed_up.high for each in same), "the lengths are all alike"
+    assert all(each.speed_up.low == each.speed_up.value == each.speed_up.high for each in same), "all lengths are equal"
 
 
 def test_what_lookups_need_is_what_is_drawn() -> None:
@@ -122,7 +122,7 @@ def test_catalogue_is_fitted_to_a_measured_rate() -> None:
     known = Catalogue(100_000).fitted(Quantity(0.4, "measured", 0.38, 0.42), 20_000)
     assert known.collision_rate(20_000) == pytest.approx(0.4, abs=0.01) and known.exponent.word == "measured"
     assert known.exponent.low < known.exponent.value < known.exponent.high
-    assert known.collision_rate(200_000) > 0.4, "more ranks have more in common"
+    assert known.collision_rate(200_000) > 0.4, "more ranks share more rows"
     with pytest.raises(ValueError, match=r"collision rate 0\.010 .* 90000 lookups in 1000 rows"):
         Catalogue(1000).fitted(Quantity(0.01, "measured"), 90_000)
 
@@ -141,7 +141,7 @@ numbers = st.floats(0, 1e3)
 def test_no_step_is_shorter_than_its_compute(
     compute: list[list[float]], volume: Any, network: Any, load: Any, techniques: Techniques
 ) -> None:
-    """So no technique that keeps the compute, as all do, has a speed-up above 1 / (1 - b)."""
+    """No technique has a speed-up above 1 / (1 - b), because all keep the compute."""
     work = np.array(compute)
     ids, rows, share = volume
     each = np.ones(work.shape[1])
@@ -154,7 +154,7 @@ def test_no_step_is_shorter_than_its_compute(
     assert (walls >= work.mean(axis=1) * (1 - 1e-9)).all()
     useful = (work + base.value).mean(axis=1).sum()
     if useful > 0:
-        # 1 - bubble, but for the rounding where next to nothing is computed
+        # 1 - bubble, up to rounding where almost nothing is computed
         assert plain.sum() / walls.sum() <= plain.sum() / useful * (1 + 1e-9)
 
 
@@ -174,8 +174,8 @@ def test_every_figure_says_what_it_is() -> None:
     found = simulate(lengths, 16, load, Network(), draws=4)
     assert [each.name for each in found] == list(LADDER)
     for each in found:
-        told = json.loads(json.dumps(each.as_dict()))
-        figures = {name: told[name] for name in ("step", "bubble", "speed_up", "removed", "limit")}
+        stated = json.loads(json.dumps(each.as_dict()))
+        figures = {name: stated[name] for name in ("step", "bubble", "speed_up", "removed", "limit")}
         assert all(figure["word"] == "predicted" for figure in figures.values())
         assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures.values())
         assert each.name == "plain" or figures["speed_up"]["low"] < figures["speed_up"]["high"]
@@ -251,7 +251,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["fixed", "slack"])
 def test_compute_is_that_of_the_forecast(mode: str) -> None:
-    """The simulator draws with replacement, the forecast without: the imbalance is the same but for the draw."""
+    """Imbalances differ only by the draw: the simulator draws with replacement, the forecast without."""
     lengths = np.random.RandomState(0).gamma(4, 25, 4000).round() + 1
     load = replace(LOAD, batch_size=8, quadratic=exactly(0.01))
     pairs = list(pairs_of_steps(lengths, 16, load, 60, 0, assignment_mode=mode, resample=False))
