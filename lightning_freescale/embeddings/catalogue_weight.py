@@ -280,11 +280,7 @@ class CatalogueLogits(_StandIn):
         refused = by_position and (factor.shape[-1] != 1 or self.bias is not None)
         if refused or kwargs or self.of_log or not self.last or (args[0] is not self and func not in _PRODUCTS_BY_NUMBER):
             return None
-
-        def scale(given: Tensor) -> Tensor:
-            return func(given, factor)
-
-        return self._like(scale(self.hidden), bias=None if self.bias is None else scale(self.bias))
+        return self._like(func(self.hidden, factor), bias=None if self.bias is None else func(self.bias, factor))
 
     def _scaled_in_place(self, func: Any, args: Any, kwargs: Any) -> CatalogueLogits | None:
         scaled = self._scaled(_SCALES_IN_PLACE[func], args, kwargs)

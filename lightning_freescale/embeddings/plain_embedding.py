@@ -50,7 +50,7 @@ def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | 
     first_path = {module: path for path, tied in tables.items() for module in tied.values()}
     for given in shard:
         module = held.get(given)
-        if hasattr(module, "freescale_sharding"):  # by an earlier fit
+        if hasattr(module, "freescale_sharding"):  # sharded by an earlier fit
             continue
         path = first_path.get(module) if isinstance(module, nn.Embedding) else None
         if path is None:

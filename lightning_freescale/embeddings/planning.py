@@ -221,7 +221,7 @@ def _place_ids(orders: list[RowOrder], largest: int, module: nn.Module, args: tu
     """Replace ids by positions before TorchRec sends them. ``orders`` has the order of each feature, or one for all."""
     (features,) = args
     ids, varies = features.values(), features.variable_stride_per_key()
-    # if the host has to wait for the lengths here, it does not have to in TorchRec's next lines
+    # the host may wait for the lengths here. It does not wait for them again in TorchRec's next lines
     parts = ids.split(features.length_per_key()) if len(orders) > 1 else [ids]
     placed = [order.positions(part) for order, part in zip(orders, parts)]
     positions = torch.cat(placed) if len(placed) > 1 else placed[0]

@@ -66,14 +66,6 @@ class TableSharding:
         overlap: whether the overlap engine will run. It updates some tables that FBGEMM cannot update.
         found: collections under ``root``, a result of :func:`.find_collections`; None to search for them.
 
-    Attributes:
-        parameters: meta-device weight of every table by its key in the state dict of ``root``, and the parameters in which
-            TorchRec stores ids, which no optimizer updates.
-        in_backward: optimizers that the user has applied in backward, by table key.
-        updates: number of updates of each table, by key. Tables with an optimizer applied in backward keep the number of an
-            earlier fit.
-        sparse_adam: keys of the tables that the overlap engine can update.
-
     Raises:
         ValueError: an optimizer that the user has applied in backward cannot update a sharded table on ``device``.
     """
@@ -88,10 +80,11 @@ class TableSharding:
             for each, module in found
         ]
         overlapped = [collection for collection, _ in found if overlap and not collection.managed]
+        # keys of the tables that the overlap engine can update
         self.sparse_adam = frozenset(table.key for collection in overlapped for table in collection.tables)
-        self.in_backward: dict[str, TableOptimizer] = {}
-        self.updates: dict[str, int] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.in_backward: dict[str, TableOptimizer] = {}  # optimizers that the user has applied in backward, by table key
+        self.updates: dict[str, int] = {}  # number of updates, by table key; continues only for tables in in_backward
+        self.parameters: dict[str, nn.Parameter] = {}  # on the meta device, by key; also those in which TorchRec stores ids
         self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups and their earlier parameters
         for place in self._places:
             self.parameters |= place.collection.parameters(place.current)
