@@ -75,8 +75,4 @@ def _commands(all_found: bool) -> str:
         f"pip uninstall -y {'torch ' if torch_for_cuda else ''}fbgemm-gpu fbgemm-gpu-cpu",
         f"pip install {' '.join([*torch_for_cuda, f'fbgemm-gpu=={fbgemm}', f'torchrec=={torchrec}'])}",
     ]
-    return "\n".join(["Without a CUDA GPU, run", *_indented(without_gpu), "With a CUDA GPU, run", *_indented(with_gpu)])
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    return "\n    ".join(["Without a CUDA GPU, run", *without_gpu]) + "\n" + "\n    ".join(["With a CUDA GPU, run", *with_gpu])

@@ -129,8 +129,11 @@ class FreeScaleDataModule(TrainerDataModule):
         self.train: IterableData | MapStyleData
         if is_stream(train_dataset):
             self.train = IterableData(train_dataset, arguments, collate_fn, loader_options.get("num_workers", 0))
-            if warning := unusable_state(train_dataset):
-                rank_zero_warn(warning)
+            if reason := unusable_state(train_dataset):
+                rank_zero_warn(
+                    f"{reason}, so it is not called. To resume inside an epoch, the loader reads the previous samples "
+                    "again and discards them. Implement state_dict() without arguments to avoid this"
+                )
             return
         self.train = MapStyleData(train_dataset, arguments)
         if isinstance(train_dataset, IterableDataset):

@@ -12,6 +12,10 @@ _DENSE_COMMUNICATION = {
     ),
     "buffers": "DDPStrategy(broadcast_buffers=False), if no rank changes the buffers differently",
 }
+_OTHER_COMMUNICATION = (
+    "BubbleProfiler(torch_profiler_steps=3) shows the callers; self.log(sync_dist=True) and metrics are all_reduces, and "
+    "on_step=False reduces their number"
+)
 _SHARDED_WEIGHTS = (
     "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train with 'ddp' if they fit"
 )
@@ -37,10 +41,7 @@ _PLAN_PADDING = (
 def advise(cause: str, about: str, document: Document) -> str | None:
     """Return what to do about a cause; None without advice that is specific to the Trainer.
 
-    Args:
-        cause: a cause of :class:`~lightning_freescale.profiling.reporting.verdict.BubbleVerdict`.
-        about: the exchange or the section of host overhead that costs most.
-        document: the report.
+    ``about`` is the exchange or the section of host overhead that costs most, and ``document`` is the report.
     """
     return _ADVICE[cause](about, document) if cause in _ADVICE else None
 
@@ -104,17 +105,6 @@ def _embedding_exchange(about: str, document: Document) -> str:
     return "See the notice at the beginning of the fit: it names the reason why this exchange is not overlapped, and the fix"
 
 
-def _dense_communication(about: str, document: Document) -> str:
-    return _DENSE_COMMUNICATION.get(about, _SHARDED_WEIGHTS)
-
-
-def _other_communication(about: str, document: Document) -> str:
-    return (
-        "BubbleProfiler(torch_profiler_steps=3) shows the callers; self.log(sync_dist=True) and metrics are all_reduces, "
-        "and on_step=False reduces their number"
-    )
-
-
 def _host_overhead(about: str, document: Document) -> str:
     code = _HOST_OVERHEAD.get(about, "hooks and callbacks")
     return f"Reduce the work in {code}; BubbleProfiler(torch_profiler_steps=3) shows the calls"
@@ -145,8 +135,8 @@ _ADVICE: Mapping[str, Callable[[str, Document], str | None]] = {
     "slow hardware": _slow_hardware,
     "uneven compute": _uneven_compute,
     "embedding exchange": _embedding_exchange,
-    "dense communication": _dense_communication,
-    "other communication": _other_communication,
+    "dense communication": lambda about, _: _DENSE_COMMUNICATION.get(about, _SHARDED_WEIGHTS),
+    "other communication": lambda *_: _OTHER_COMMUNICATION,
     "host overhead": _host_overhead,
     "padding": _padding,
     "nothing": _nothing,

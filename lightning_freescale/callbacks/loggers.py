@@ -34,12 +34,6 @@ def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[s
     """Send a report to Weights & Biases, MLflow and TensorBoard; ignore other loggers.
 
     A failure of a logger is only a warning, because the run was successful and its files are on disk.
-
-    Args:
-        loggers: loggers of the Trainer.
-        report: report of the run.
-        files: paths of the report's files by name.
-        step: number of the last step.
     """
     for logger in loggers:
         log = next((log for kind, log in _LOG.items() if isinstance(logger, kind)), None)

@@ -87,9 +87,6 @@ def work_of_step(
     """Return a step's number of samples, the sums of :func:`sample_features` over the samples, and the planned cost.
 
     Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader.
-
-    Raises:
-        ValueError: ``lengths_fn`` returned invalid lengths.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)

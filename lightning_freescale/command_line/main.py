@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; exit with status 2 and a message on errors."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given or given[0] in ("-h", "--help"):
-        print(_help())
+        commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
+        print(
+            f"usage: freescale COMMAND ... | --version\n\n{commands}\n\nfreescale COMMAND --help prints its options\n{_EXAMPLE}"
+        )
     elif given[0] == "--version":
         print("\n".join(f"{name} {installed}" for name in _PACKAGES if (installed := _version(name))))
     elif given[0] in COMMANDS:
@@ -40,11 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hint = f". Did you mean {near[0]!r}?" if near else f". Choose from {', '.join(COMMANDS)}"
         print(f"freescale: unknown command {given[0]!r}{hint}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: freescale COMMAND ... | --version\n\n{commands}\n\nfreescale COMMAND --help prints its options\n{_EXAMPLE}"
 
 
 def _version(package: str) -> str | None:

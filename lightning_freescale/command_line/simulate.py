@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def run(command: str, arguments: list[str]) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     figure = None if options.plot is None else new_figure(9.5, 4.6)  # before the work, because matplotlib may be missing
     lengths = read_lengths(options.lengths, options.column)
-    load, network, variants = _load(options, lengths), _network(options), _variants(options)
+    network = Network() if options.network is None else Network.read(options.network)
+    load, variants = _load(options, lengths), _variants(options)
     known = {**quantities(load), **quantities(network)}
     outlooks = [
         outlook
@@ -109,10 +111,6 @@ def _catalogue(options: argparse.Namespace, mean_length: float) -> Catalogue:
     return known.fitted(measured, ranks * options.batch_size * mean_length)
 
 
-def _network(options: argparse.Namespace) -> Network:
-    return Network() if options.network is None else Network.read(options.network)
-
-
 def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", factor: float = 1.0) -> Quantity:
     low, value, high = (factor * number for number in numbers)
     return Quantity(value, "assumed", low, high, unit, f"--{option.replace('_', '-')}")
@@ -171,7 +169,13 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
         metavar="balance,overlap",
         help="techniques to add one by one; default: all",
     )
-    add("--steps", type=_steps, default=20, metavar="N", help="number of steps to draw, at least 2; default 20")
+    add(
+        "--steps",
+        type=partial(_whole, least=2),
+        default=20,
+        metavar="N",
+        help="number of steps to draw, at least 2; default 20",
+    )
     add("--draws", type=int, default=8, metavar="N", help="draws of the assumptions for each two steps; default 8")
     add("--seed", type=int, default=0, metavar="N", help="seed of all draws; default 0")
     add("--plot", type=Path, metavar="FILE", help="picture of bubble and speed-up by ranks to write; needs matplotlib")
@@ -184,10 +188,6 @@ def _whole(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
     return int(text)
-
-
-def _steps(text: str) -> int:
-    return _whole(text, least=2)
 
 
 def _ranks(text: str) -> list[int]:

@@ -23,17 +23,9 @@ from lightning_freescale.data.validation import loss_weight_fn, refuse_options, 
 class IterableData:
     """An iterable data set, the costs of its samples, and their assignment to the ranks.
 
-    Args:
-        dataset: stream of this rank.
-        given: arguments of the data module.
-        collate_fn, num_workers: as in :class:`~lightning_freescale.FreeScaleDataModule`.
-
     Attributes:
         assignment_mode: mode of :func:`~lightning_freescale.balance.assign`.
         micro_batches: numbers of micro-batches in the steps of this fit.
-
-    Raises:
-        ValueError: an argument is invalid for a stream.
     """
 
     def __init__(

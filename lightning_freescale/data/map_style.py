@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -27,19 +28,12 @@ _WORTH_UNEQUAL = 1.01
 class MapStyleData(SampleCosts):
     """A map-style data set, the costs of its samples, and the plan of its steps.
 
-    Args:
-        dataset: map-style data set.
-        given: arguments of the data module.
-
     Attributes:
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is detected.
         padded_length: detected common length of all batches; None if unknown.
         counts_are_settled: whether the ranks have chosen between equal and unequal numbers of samples.
         may_pad: whether steps may be planned for padded batches.
         micro_batches: numbers of micro-batches in the steps of this fit.
-
-    Raises:
-        ValueError: an argument is invalid, or would have no effect.
     """
 
     def __init__(self, dataset: Dataset[Any], given: DataArguments) -> None:
@@ -125,8 +119,7 @@ class MapStyleData(SampleCosts):
         return self._sampler_with(self._given.new_schedule(), rank, world_size)
 
     def _sampler_with(self, schedule: MicroBatchSchedule, rank: int, world_size: int, **given: Any) -> BalancedSampler:
-        given |= {"seed": self.seed, "micro_batches": schedule}
-        sampler = self._new_sampler(num_replicas=world_size, rank=rank, **given)
+        sampler = self._new_sampler(num_replicas=world_size, rank=rank, seed=self.seed, micro_batches=schedule, **given)
         sampler.may_pad = self.may_pad and self.padding in ("auto", "batch") and self.lengths is not None
         for epoch, step, plan in self._padded_steps:
             sampler.pad_from(epoch, step, **plan)
@@ -141,8 +134,7 @@ class MapStyleData(SampleCosts):
     ) -> BalancedSampler:
         """Return the plan of a rank, which resumes from a loaded checkpoint."""
         window = self.window(accumulated) if world_size > 1 else 1  # a single rank needs no balancing
-        given: dict[str, Any] = {"window": window, "limit": limit}
-        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, **given)
+        sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window=window, limit=limit)
         for start, refit in sorted(self.refits.items()):
             self._replan_with(sampler, start, refit)
         sampler.resume(*self._resume)
@@ -157,20 +149,14 @@ class MapStyleData(SampleCosts):
             self._replan_with(self._sampler, epoch, refit)
 
     def pad_from(self, epoch: int, step: int, **plan: Any) -> None:
-        """Plan for padded batches from a step on. Call this with the same arguments on every rank.
-
-        ``plan`` are options of :meth:`BalancedSampler.pad_from`; by default those with the largest gain for padded batches.
-        """
+        """Plan for padded batches from a step on, with options of :meth:`BalancedSampler.pad_from`, on every rank."""
         plan = plan or self._padded_mode
         self._padded_steps.append((epoch, step, plan))
         if self._sampler is not None:
             self._sampler.pad_from(epoch, step, **plan)
 
     def settle_counts(self, epoch: int, step: int) -> str | None:
-        """Plan unequal numbers of samples on the ranks from a step on if this lowers the bound. Call this on every rank.
-
-        Batches must not be padded. Return the choice and the reason; None if there is no choice.
-        """
+        """Plan unequal counts of unpadded samples on all ranks from a step on if this lowers the bound; return the reason."""
         sampler = self._sampler
         self.counts_are_settled = True
         if sampler is None or not self._chooses_counts or sampler.num_replicas == 1 or sampler.window > 1:
@@ -212,7 +198,8 @@ class MapStyleData(SampleCosts):
         """Return the progress after ``batches`` steps of ``epoch`` in plain values, equal on every rank."""
         consumed = 0 if self._sampler is None else self._sampler.batches.consumed(epoch, batches)
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "batches": batches, "consumed": consumed}
-        state |= {"ranks": world_size, **self.refits_state()}
+        refits = {epoch: asdict(refit) for epoch, refit in self.refits.items()}
+        state |= {"ranks": world_size, "refits": refits, "costs_are_final": self.costs_are_final}
         window = [batches, 0] if self._sampler is None else list(self._sampler.batches.begun_window(epoch, batches))
         state |= {"padding": self.padding, "padded_length": self.padded_length, "counts_are_settled": self.counts_are_settled}
         state["padded_steps"] = list(self._padded_steps)
@@ -220,11 +207,7 @@ class MapStyleData(SampleCosts):
         return {**state, **self._order_facts, "costs": self.costs_fact(epoch), "window": window}
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
-        """Resume after the samples that the checkpoint's run has consumed.
-
-        Raises:
-            ValueError: the checkpoint is inside an epoch, and the order of this run differs.
-        """
+        """Resume after the samples that the checkpoint's run has consumed. Raise a ValueError if the order differs."""
         self.load_refits(state, same_ranks=state["ranks"] == world_size)
         self.know_padding(state)
         if state["batches"]:

@@ -64,11 +64,7 @@ class BalanceOptions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DataArguments:
-    """The arguments of the data module that determine the steps of training, with the same names.
-
-    Raises:
-        ValueError: an argument is invalid for every data set.
-    """
+    """The arguments of the data module that determine the steps of training, with the same names."""
 
     lengths: ArrayLike | Callable[[Any], float] | None
     batch_size: int

@@ -164,8 +164,7 @@ class PaddingDetector:
 
         - ``"none"``: The values of all samples are concatenated.
         - ``"batch"``: Samples are padded to the longest sample of the batch, or to the next multiple of a power of two.
-        - ``"fixed"``: Samples are padded to the same length in all batches. This includes a collate function that pads to the
-          longest sample while it truncates the longest sample of every batch.
+        - ``"fixed"``: Samples are padded to the same length in all batches, or truncated to this length in every batch.
         """
         return self._verdict[0]
 

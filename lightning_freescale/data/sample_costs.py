@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,21 +32,12 @@ class Refit:
 class SampleCosts:
     """The costs of the samples of a map-style data set.
 
-    Args:
-        given: arguments of the data module.
-        lengths: history lengths, shape ``[samples]``, or None.
-        cost: ``"auto"``, a function of the lengths, or the costs.
-        size: number of samples.
-
     Attributes:
         lengths: history lengths, shape ``[samples]``, or None.
         costs: given costs, shape ``[samples]``.
         calibrates: whether to fit costs during training.
         refits: results of calibrations, by the first epoch that uses them.
         costs_are_final: whether calibration has ended.
-
-    Raises:
-        ValueError: the costs are invalid.
     """
 
     def __init__(self, given: DataArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
@@ -94,17 +85,8 @@ class SampleCosts:
         """Return the costs by a fitted model, in the units of the given costs."""
         return self.costs_by(model) * self._units_of(model)
 
-    def refits_state(self) -> dict[str, Any]:
-        """Return the results of calibrations in plain values."""
-        refits = {epoch: asdict(refit) for epoch, refit in self.refits.items()}
-        return {"refits": refits, "costs_are_final": self.costs_are_final}
-
     def load_refits(self, state: dict[str, Any], same_ranks: bool) -> None:
-        """Load the results in a checkpoint, unless :meth:`refuses_refits`.
-
-        Raises:
-            ValueError: the results need lengths, and this run has none.
-        """
+        """Load the results in a checkpoint, unless :meth:`refuses_refits`."""
         if state["refits"] and self.lengths is None:
             raise ValueError("the checkpoint's costs were fitted to lengths. Pass lengths= to FreeScaleDataModule to resume it")
         self.refits = {}

@@ -35,13 +35,7 @@ _BLOCK = 1 << 24  # bytes to read at a time
 def read_columns(
     source: Any, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> pa.Table:
-    """Return the wanted columns in their order, with unspecified names.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        TypeError: the source has no supported type.
-        ValueError: the source cannot be read, or a column does not exist.
-    """
+    """Return the wanted columns in their order, with unspecified names."""
     if isinstance(source, (str, Path)):
         table = _read_file(Path(source), wanted, delimiter, header, line)
         pa.default_memory_pool().release_unused()  # frees the memory of the parser before the rows are grouped
@@ -289,11 +283,7 @@ def _refuse_fractions(column: pa.ChunkedArray, written: pa.Array, name: Column, 
 
 
 def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[Any]:
-    """Return the times as int64 or float64, see :class:`~lightning_freescale.data.Histories`.
-
-    Raises:
-        ValueError: a value is no time.
-    """
+    """Return the times as int64 or float64, see :class:`~lightning_freescale.data.Histories`."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     if str(values.type) in ("string", "large_string", "string_view"):

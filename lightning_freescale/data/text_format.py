@@ -62,11 +62,7 @@ class TextFormat:
 def find_format(
     path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
 ) -> TextFormat:
-    """Return the format of a file. Arguments that are None are detected from the first 64 KiB.
-
-    Raises:
-        ValueError: no format fits, or more than one.
-    """
+    """Return the format of a file. Arguments that are None are detected from the first 64 KiB."""
     first_lines = _first_lines(path)
     numbered = {number: text for number, text in enumerate(first_lines, 1) if text.strip()}
     if not numbered:
@@ -203,11 +199,7 @@ def _looks_named(rows: list[list[str]]) -> bool | None:
 
 
 def positions(names: list[Any], wanted: list[Column], source: object) -> tuple[int, ...]:
-    """Return the numbers of the wanted columns among ``names``.
-
-    Raises:
-        ValueError: a column does not exist, or is wanted twice.
-    """
+    """Return the numbers of the wanted columns among ``names``."""
     for column in wanted:
         name = column if isinstance(column, str) else str(dict(enumerate(names)).get(column))
         if name.endswith("_seq") and ":" in name:

@@ -34,11 +34,7 @@ def is_stream(dataset: Any) -> TypeGuard[IterableDataset[Any]]:
 
 
 def size_of(dataset: Any, argument: str) -> int:
-    """Return the number of samples of a map-style data set for all ranks.
-
-    Raises:
-        ValueError: the data set, called ``argument``, is not map-style, or is empty.
-    """
+    """Return the number of samples of a map-style data set for all ranks; errors name it ``argument``."""
     if is_stream(dataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(f"{argument}={type(dataset).__name__} is not map-style. Pass a data set with __len__ and __getitem__")
     size = (_streaming_size_fn(dataset) or len)(dataset)
@@ -48,11 +44,7 @@ def size_of(dataset: Any, argument: str) -> int:
 
 
 def numbers_of_samples(dataset: Any, size: int, **given: Any) -> dict[str, NDArray[np.float64]]:
-    """Read the data set once and return the results of those arguments that are functions of a sample, shape ``[size]``.
-
-    Raises:
-        ValueError: a result is negative or not finite.
-    """
+    """Read the data set once and return the results of those arguments that are functions of a sample, shape ``[size]``."""
     functions: dict[str, Callable[[Any], Any]] = {name: value for name, value in given.items() if callable(value)}
     numbers: dict[str, list[Any]] = {name: [] for name in functions}
     for index in range(size if functions else 0):
@@ -74,9 +66,6 @@ def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: in
     """Return the weight of every sample in the mean loss, shape ``[size]``; None if all weights are equal.
 
     Weights of 0 disable the weights of losses for ``"unweighted"``.
-
-    Raises:
-        ValueError: ``loss_reduction`` is unknown, or ``target_counts`` has no effect.
     """
     if loss_reduction not in get_args(LossReduction):
         raise ValueError(f"loss_reduction={loss_reduction!r}: pass 'sample_mean', 'target_mean', 'sum' or 'unweighted'")
@@ -95,11 +84,7 @@ def loss_weights(loss_reduction: str, lengths: Any, target_counts: Any, size: in
 
 
 def loss_weight_fn(loss_reduction: str, lengths: Any, target_counts: Any) -> Callable[[Any], float] | None:
-    """Return a function from a sample of a stream to its weight in the mean loss; None if all weights are equal.
-
-    Raises:
-        ValueError: as in :func:`loss_weights`, or ``target_counts`` is not a function.
-    """
+    """Return a function from a sample of a stream to its weight in the mean loss; None if all weights are equal."""
     if loss_weights(loss_reduction, [0.0], None if target_counts is None else [0.0], 1) is None:
         return None
     if loss_reduction == "unweighted":
@@ -134,12 +119,7 @@ def refuse_options(context: str, options: Any, *names: str) -> None:
 
 
 def check_loader_options(loader_options: Mapping[str, Any], streamed: bool) -> None:
-    """Check the options for ``torch.utils.data.DataLoader``.
-
-    Raises:
-        TypeError: an option is unknown to torch's loader.
-        ValueError: the package sets an option itself, or ignores it.
-    """
+    """Raise for options that ``torch.utils.data.DataLoader`` does not have, and for those that have no effect."""
     for name, value in loader_options.items():
         if name not in _LOADER_DEFAULTS:
             raise TypeError(

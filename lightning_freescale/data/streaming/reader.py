@@ -28,17 +28,8 @@ class StreamReader:
     """Reads a source, numbers its samples from 0 in each epoch, and holds samples until they are used.
 
     The state contains no samples. It contains a place in the source before the oldest held sample, and the numbers of the held
-    samples. To resume, the reader reads these samples again.
-
-    Args:
-        source: the source.
-        cost_fn: predicted compute time of a sample.
-        weight_fn: weight of a sample in the mean loss; None weighs every sample by 1.
-        epoch, seed: as in :meth:`StreamSource.read_chunks`.
-        state: the state to resume from; then call :meth:`reread_held_samples` first.
-
-    Attributes:
-        read: number of samples read in this epoch.
+    samples. To resume from a ``state``, call :meth:`reread_held_samples` first. ``read`` is the number of samples read in this
+    epoch.
     """
 
     source: StreamSource | RemainingParts
@@ -57,11 +48,7 @@ class StreamReader:
         self.read: int = start["first"]
 
     def reread_held_samples(self) -> None:
-        """Read the held samples of the state again, and discard those between them.
-
-        Raises:
-            ValueError: the data set has fewer samples than before.
-        """
+        """Read the held samples of the state again, and discard those between them."""
         held = set(self._start["held"])
         for number in range(self.read, self._start["read"]):
             samples = self._next_samples(1)
@@ -74,11 +61,7 @@ class StreamReader:
                 self._hold(number, samples)
 
     def read_samples(self, count: int) -> range:
-        """Read and hold the next ``count`` samples, or fewer at the end of the stream; return their numbers.
-
-        Raises:
-            ValueError: a cost or weight is negative or not finite.
-        """
+        """Read and hold the next ``count`` samples, or fewer at the end of the stream; return their numbers."""
         first, samples = self.read, self._next_samples(count)
         self._hold(first, samples)
         return range(first, self.read)
@@ -163,11 +146,9 @@ class StreamSource(IterableDataset[Any]):
     @property
     def unseekable(self) -> str:
         """The reason why the data set's state cannot be used; "" if it can."""
-        name = type(self.dataset).__name__
         if not (hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")):
-            return f"{name} has no state_dict and load_state_dict"
-        needed = ", ".join(_needed_arguments(self.dataset.state_dict))
-        return f"{name}.state_dict needs {needed}, which the loader does not have" if needed else ""
+            return f"{type(self.dataset).__name__} has no state_dict and load_state_dict"
+        return unusable_state(self.dataset)
 
     def first_place(self) -> Place:
         """Return the place at the start of an epoch."""
@@ -177,15 +158,7 @@ class StreamSource(IterableDataset[Any]):
     def read_chunks(self, place: Place | None = None, epoch: int = 0, seed: int = 0) -> Chunks:
         """Yield the chunks of all workers from ``place`` to the end of the epoch.
 
-        The workers start at once, in the calling thread, and end with the generator.
-
-        Args:
-            place: start of the iteration; by default the start of the epoch.
-            epoch: epoch for the data set.
-            seed: seed of the workers' random numbers.
-
-        Raises:
-            ValueError: the place belongs to another number of workers.
+        The workers start at once, in the calling thread, with random numbers from ``seed``. They end with the generator.
         """
         place = place or self.first_place()
         if len(place["read"]) != max(1, self.num_workers):
@@ -290,21 +263,11 @@ class RemainingParts:
 
 
 def unusable_state(dataset: IterableDataset[Any]) -> str:
-    """Return a warning if the data set has a ``state_dict`` that the loader cannot call; "" otherwise."""
-    needed = _needed_arguments(getattr(dataset, "state_dict", dict))
-    if not needed:
-        return ""
-    return (
-        f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have, so it is not called. "
-        "To resume inside an epoch, the loader reads the previous samples again and discards them. Implement state_dict() "
-        "without arguments to avoid this"
-    )
-
-
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the reason why the loader cannot call a ``state_dict`` of the data set; "" if it can or there is none."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # the function is not written in Python
-        return []
+        parameters = inspect.signature(getattr(dataset, "state_dict", dict)).parameters.values()
+    except (TypeError, ValueError):  # the method is not written in Python
+        return ""
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+    return f"{type(dataset).__name__}.state_dict needs {', '.join(needed)}, which the loader does not have" if needed else ""

@@ -75,13 +75,8 @@ class AssignedSteps:
     these costs. They cut the next global batch from it, compute the same assignment, and exchange the samples. If streams end
     at different times, the longer ones fill the steps of all ranks.
 
-    Args:
-        reader: stream of this rank.
-        group: group of all ranks, with rows of :meth:`row_width`.
-        batch_size: samples per rank and step.
-        assign_fn: function from the costs of a global batch and the number of ranks to an assignment.
-        drop_last: whether to drop the samples of an incomplete last step.
-        state: state after an earlier step, see :class:`StreamStep`; None at the start of an epoch.
+    ``state`` is the state after an earlier step, see :class:`StreamStep`; None at the start of an epoch. Other arguments are
+    those of :class:`BalancedStreamLoader`.
     """
 
     reader: StreamReader
@@ -203,14 +198,7 @@ class PeerFailed(RuntimeError):  # noqa: N818 (the name states the event)
 
 @dataclass(eq=False)
 class StreamGroup:
-    """The ranks that read streams together.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        group: process group for CPU tensors without other users; None for a single rank.
-        width: length of the rows of :meth:`gather_rows`.
-    """
+    """The ranks that read streams together; ``width`` is the length of the rows of :meth:`gather_rows`."""
 
     rank: int
     size: int
@@ -219,11 +207,7 @@ class StreamGroup:
     _reported: bool = field(default=False, init=False)  # whether the other ranks know of this rank's failure
 
     def gather_rows(self, row: ArrayLike) -> NDArray[np.float64]:
-        """Return every rank's row, shape ``[ranks, width]``. Collective.
-
-        Raises:
-            PeerFailed: another rank failed or terminated.
-        """
+        """Return every rank's row, shape ``[ranks, width]``. Collective."""
         table = self._all_gather(np.append(row, 0.0))
         failed = np.flatnonzero(table[:, -1])
         if failed.size:
@@ -231,11 +215,7 @@ class StreamGroup:
         return table[:, :-1]
 
     def exchange_samples(self, outgoing: list[list[Any]]) -> list[list[Any]]:
-        """Send the samples ``outgoing[r]`` to rank ``r``; return the samples from each rank. Collective.
-
-        Raises:
-            PeerFailed: another rank could not pickle its samples, or terminated.
-        """
+        """Send the samples ``outgoing[r]`` to rank ``r``; return the samples from each rank. Collective."""
         if self.group is None:
             return outgoing
         try:
