@@ -125,15 +125,14 @@ class MapStyleData(SampleCosts):
             sampler.pad_from(epoch, step, **plan)
         return sampler
 
-    def window(self, accumulated: int) -> int:
-        """Return the number of steps that share their samples if an optimizer step accumulates ``accumulated`` batches."""
-        return accumulated if self._shares_windows else 1
-
     def resumed_sampler(
         self, rank: int, world_size: int, epoch: int, accumulated: int = 1, limit: int | float = 1.0
     ) -> BalancedSampler:
-        """Return the plan of a rank, which resumes from a loaded checkpoint."""
-        window = self.window(accumulated) if world_size > 1 else 1  # a single rank needs no balancing
+        """Return the plan of a rank, which resumes from a loaded checkpoint.
+
+        The ``accumulated`` batches of an optimizer step share their samples if this does not change the gradient.
+        """
+        window = accumulated if self._shares_windows and world_size > 1 else 1  # a single rank needs no balancing
         sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window=window, limit=limit)
         for start, refit in sorted(self.refits.items()):
             self._replan_with(sampler, start, refit)

@@ -110,7 +110,7 @@ class StreamReader:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Samples of one worker. A tuple would not do, because the DataLoader converts the contents of tuples to tensors."""
+    """Samples of one worker. This is no tuple, because the DataLoader converts the contents of tuples to tensors."""
 
     samples: list[Any]
     worker: int
