@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from lightning_freescale.data.balanced_loader import collated
 from lightning_freescale.data.streaming.reader import RemainingParts, StreamReader, StreamSource
 from lightning_freescale.data.streaming.steps import AssignedSteps, StreamGroup, StreamStep
 
-T = TypeVar("T")
 _END: Any = object()
 _KNOWN_STEPS = 100
 """The number of steps whose descriptions are kept."""
@@ -108,14 +106,22 @@ class BalancedStreamLoader:
     def __iter__(self) -> Iterator[Any]:
         state = self._resume["stream"] if self._resume.get("epoch") == self.epoch else None
         self._steps = {}
-        batches = PrefetchThread(self._make_batches(state), self.prefetch_batches)
+        batches = self._make_batches(state)
+        # a daemon thread, so that a rank can exit without waiting for ranks that have failed
+        worker = WorkerThread("freescale-stream")
+        # Making batches runs collectives. The number of batches made depends only on the number used. Ranks that use the same
+        # number therefore run the same collectives, also if all of them stop early.
+        pending = deque(worker.submit(next, batches, _END) for _ in range(self.prefetch_batches))
         try:
-            for batch, step in batches:
+            while (made := pending.popleft().result()) is not _END:
+                pending.append(worker.submit(next, batches, _END))
+                batch, step = made
                 self._steps[step.step] = step
                 self._steps.pop(step.step - _KNOWN_STEPS - self.prefetch_batches, None)
                 yield batch
         finally:
-            batches.stop()
+            worker.submit(batches.close)  # after the pending batches; the loader workers must end in the thread
+            worker.stop()
 
     # -- descriptions of steps
 
@@ -231,31 +237,3 @@ class BalancedStreamLoader:
                 yield collated(collate, divided), step
         finally:
             reader.stop_workers()
-
-
-class PrefetchThread(Generic[T]):
-    """Iterates ``items`` in a thread, which makes item ``k + ahead`` once item ``k`` was used.
-
-    Making items may run collectives. The number of items made depends only on the number used. Ranks that use the same number
-    of items therefore run the same collectives, also if all of them stop early. The thread closes the generator.
-    """
-
-    def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
-        self._items = items
-        # a daemon thread, so that a rank can exit without waiting for ranks that have failed
-        self._worker = WorkerThread("freescale-stream")
-        self._made: deque[Future[T]] = deque(self._submit_next() for _ in range(ahead))
-
-    def __iter__(self) -> Iterator[T]:
-        while (item := self._made.popleft().result()) is not _END:
-            self._made.append(self._submit_next())
-            yield item
-
-    def stop(self) -> None:
-        """Let the thread finish its pending items, which the other ranks' threads also make, and wait for its end."""
-        # closing the generator ends its workers, which must happen in the thread
-        self._worker.submit(self._items.close)
-        self._worker.stop()
-
-    def _submit_next(self) -> Future[T]:
-        return self._worker.submit(next, self._items, _END)
