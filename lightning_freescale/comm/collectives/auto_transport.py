@@ -94,7 +94,7 @@ def _prove(
 ) -> Verdict:
     trials: dict[str, CollectiveExecutor] = {}
     refused: dict[str, str] = {}
-    limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # less than the wait of a rank for another one
+    limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # a rank waits longer for another one
     try:
         for name in auto_candidates(lane.topology):
             options = replace(lane.options, transport=name, name=f"{name} on trial")

@@ -74,7 +74,9 @@ class CollectiveExecutor:
     def run(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta, background: bool
     ) -> Future[None]:
-        """Start the next collective in the background, or complete it, on the caller's thread if no other job is queued.
+        """Start the next collective in the background, or complete it before the return.
+
+        In the second case, the caller's thread runs it if no other job is queued.
 
         Raises:
             ValueError: the tensors do not fit or cannot be sent. The other ranks raise an error, too.

@@ -170,7 +170,7 @@ class HostTransport:
         self.start_transfer(transfer, ranks)(pause)
 
     def close(self) -> None:
-        """Release pinned memory and streams once no copy is in flight, because the caller may free its tensors then."""
+        """Wait for all copies, because the caller may free its tensors afterwards, and release pinned memory and streams."""
         for staging in self._stagings.values():
             staging.close()
         self._stagings.clear()

@@ -47,7 +47,7 @@ class TransferProgress:
         return ended or self._started > started
 
     def late_ranks(self, signals: list[int]) -> list[int]:
-        """Return the ranks for which this rank waits, by its signal pad; only those without any progress if there are some."""
+        """Return the ranks that this rank waits for, by its signal pad. If some made no progress, return only those."""
         link, arrived, consumed = self._link, signals, signals[len(self._link.ranks) :]
         behind = [
             peer
