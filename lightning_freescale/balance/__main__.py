@@ -67,13 +67,11 @@ def _simulate(options: argparse.Namespace) -> None:
     for row in rows:
         sentences = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
         if row.padding is not None:
-            sentences.insert(
-                0, f"{row.padding_unbalanced:.0%} of the computed tokens are padding as drawn, {row.padding:.0%} when balanced."
-            )
+            drawn, balanced = f"{row.padding_unbalanced:.0%}", f"{row.padding:.0%}"
+            sentences.insert(0, f"{drawn} of the computed tokens are padding as drawn, {balanced} when balanced.")
         if row.fill is not None:
-            sentences.insert(
-                0, f"The steps have up to {row.samples_per_step} samples and use {row.fill:.1%} of the allowed tokens."
-            )
+            used = f"{row.fill:.1%} of the allowed tokens"
+            sentences.insert(0, f"The steps have up to {row.samples_per_step} samples and use {used}.")
         if any(sentences):
             print(f"\n{row.ranks} ranks: {' '.join(filter(None, sentences))}")
     if figure is not None:

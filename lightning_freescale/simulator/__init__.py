@@ -1,4 +1,4 @@
-"""A simulator of the training step on any number of ranks, which needs only numpy.
+"""A simulator of the training step on any number of ranks.
 
 ``Network``, ``TrainingLoad`` and ``Catalogue`` consist of ``Quantity`` objects, each with a range and a source. ``Techniques``
 are the techniques in use. ``step_times`` computes the times of steps, and ``simulate`` their intervals.

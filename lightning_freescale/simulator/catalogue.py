@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.quantity import Quantity, assumed
 
-Floats = NDArray[np.float64]
 _BINS = 400
 _STEEPEST = 3.0
 

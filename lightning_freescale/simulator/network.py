@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.quantity import WORDS, Quantity, assumed
 
-Floats = NDArray[np.float64]
 EXACT_RANKS = 8
 """Number of ranks up to which each flow is simulated. Above, the last arrival and the busiest link determine the time."""
 _NOTHING = 1e-6  # bytes

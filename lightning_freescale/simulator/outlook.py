@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.plan import StepPlan
+from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.quantity import Quantity, pinned, quantities
 from lightning_freescale.simulator.training_step import LADDER, Techniques, TrainingLoad, bubble, expected_traffic, step_times
@@ -20,7 +20,6 @@ from lightning_freescale.simulator.training_step import LADDER, Techniques, Trai
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Floats = NDArray[np.float64]
 SHARE = 0.9
 """Share of the drawn values that an interval contains."""
 LABELS = {

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.catalogue import Catalogue
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.quantity import Quantity, assumed
 
-Floats = NDArray[np.float64]
 ID_BYTES = 8
 
 

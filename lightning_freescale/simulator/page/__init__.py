@@ -15,9 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.outlook import LABELS, pairs_of_steps
 from lightning_freescale.simulator.quantity import quantities
@@ -29,7 +27,7 @@ _CONSTANTS = ("row_bytes", "overlap_calls", "backward", "ranks_per_node")
 
 def write_page(
     path: Path,
-    lengths: NDArray[np.float64],
+    lengths: Floats,
     ranks: Sequence[int],
     load: TrainingLoad,
     network: Network,
@@ -63,14 +61,14 @@ def write_page(
     return path
 
 
-def _sums(lengths: NDArray[np.float64], ranks: int, load: TrainingLoad, seed: int) -> dict[str, Any]:
+def _sums(lengths: Floats, ranks: int, load: TrainingLoad, seed: int) -> dict[str, Any]:
     """Return the sums of 1, L and L² over each rank's samples for some steps."""
     pairs = list(pairs_of_steps(lengths, ranks, load, 2 * _PAIRS, seed, resample=False))
     drawn, balanced = ([[_whole(rank) for rank in step] for pair in pairs for step in pair[each]] for each in (False, True))
     return {"count": ranks, "drawn": drawn, "balanced": balanced}
 
 
-def _whole(sums: NDArray[np.float64]) -> list[float]:
+def _whole(sums: Floats) -> list[float]:
     return [int(each) if each == int(each) else float(each) for each in sums]
 
 
