@@ -25,7 +25,7 @@ def test_sections_and_modules_exist() -> None:
 @pytest.mark.parametrize(
     ("raises", "heading"),
     [
-        (lambda: FreeScaleStrategy(checkpoint="twice"), "Checkpoints"),
+        (lambda: FreeScaleStrategy(checkpoint="twice"), "Trainer and strategy"),
         (lambda: assign([1.0, 2.0, 3.0], 2, assignment_mode="none"), "Data module"),
         (lambda: BalanceOptions(padding="sideways"), "Data module"),
         (lambda: read_interactions("missing.csv"), "Interactions and Parquet files"),
@@ -42,7 +42,7 @@ def test_a_raised_message_leads_to_its_section(raises: Callable[[], object], hea
 
 def test_the_command_prints_the_section(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "ValueError: FreeScaleStrategy(checkpoint='twice')"])
-    assert "Checkpoints" in capsys.readouterr().out
+    assert "Trainer and strategy" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main(["explain", "a message of another package"])
     assert stopped.value.code == 2
