@@ -91,7 +91,7 @@ LATE = 0.1
 
 
 class Clock:
-    """A rank's own: hours off, faster or slower, and able to skip what a test will not wait for."""
+    """Clock of a rank with an offset of hours and a drift, which can skip time."""
 
     def __init__(self, offset: float, drift: float) -> None:
         self.offset, self.rate, self.skipped = offset, 1 + drift, 0.0
@@ -113,7 +113,7 @@ def _claims(alignment: Alignment, clocks: Sequence[Clock], true: np.ndarray) -> 
 
 
 def _synced(drifts: Sequence[float], syncs: int) -> tuple[Alignment, list[Clock], np.ndarray]:
-    """An alignment after ``syncs``, ``GAP`` seconds from each other; every rank's clocks, and when the syncs were."""
+    """Return an alignment after ``syncs`` measurements, ``GAP`` seconds apart, the clocks of all ranks, and the times."""
     everyone = [Clock(-7 * HOUR * rank + HOUR, drift) for rank, drift in enumerate(drifts)]
     alignment, times = Alignment(everyone[dist.get_rank()]), []
     for index in range(syncs):
@@ -193,7 +193,7 @@ def test_a_silent_rank_is_named_within_the_timeout(culprit: int) -> None:
 
 
 class Silent:
-    """A group of one rank, which nothing may ask for more."""
+    """Group of one rank without collectives."""
 
     def size(self) -> int:
         return 1
@@ -221,7 +221,7 @@ def _at(time: float, offset: float, margin: float = 1e-5) -> Measurement:
 
 
 def test_a_measurement_under_load_is_used_where_nothing_better_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose round trip is more than three times the smallest was not taken in quiet."""
+    """Count a measurement as loaded if its round trip is more than three times the smallest."""
 
     def used(*found: Measurement) -> tuple[float, float, list[float]]:
         ahead, alignment = iter(found), Alignment()
@@ -267,7 +267,7 @@ def test_margins_are_those_around_what_a_rate_may_wander_and_its_changes() -> No
     within = [1e-5, 1.5e-5 + 25 * WANDER, 2e-5 + 50 * WANDER, 2.5e-5 + 25 * WANDER, 3e-5]
     found = offsets.margin_at(np.array([-10.0, 0.0, 25.0, 50.0, 75.0, 100.0, 110.0]))
     assert found == pytest.approx([1e-5 + 10 * doubt, *within, 3e-5 + 10 * doubt])
-    # off the line by 1 ms, of which the margins of the three measurements explain 20 us
+    # off the line by 1 ms, and the margins of the three measurements explain 20 us
     straight, bent = (Offsets([_at(0.0, 0.0), _at(50.0, middle), _at(100.0, 0.0)]) for middle in (1.9e-5, 1e-3))
     assert straight.margin_at(0.0) == pytest.approx(1e-5)
     assert bent.margin_at(np.array([0.0, 50.0])) == pytest.approx([1e-5 + 9.8e-4] * 2)

@@ -32,7 +32,7 @@ def _same(seconds: float) -> float:
 
 
 def _steps(first: int, until: int) -> list[StepRecord]:
-    """Of a second each."""
+    """Return steps of one second each."""
     return [StepRecord(float(index), index + 1.0, index) for index in range(first, until)]
 
 
@@ -112,7 +112,7 @@ def test_the_rest_is_what_was_taken_last_and_what_waits(
 
 
 def _step(arrivals: dict[str, float], wall: float = 1.0, index: int = 7, moved: int | None = None) -> ResolvedStep:
-    """Every collective ends at 0.9."""
+    """Return a step whose collectives end at 0.9."""
     collectives = tuple(ResolvedCollective("c", key, at, at, 0.9, 0.9, moved) for key, at in arrivals.items())
     return ResolvedStep(0.0, wall, index, 3, (), collectives)
 

@@ -36,7 +36,7 @@ def _made(name: str | None) -> Iterator[SignalPipe]:
 
 @pytest.fixture
 def wakes() -> Iterator[SignalPipe]:
-    """One that listens to SIGUSR2."""
+    """Yield a pipe that handles SIGUSR2."""
     with _made("SIGUSR2") as one:
         assert one.problem is None
         yield one

@@ -1,4 +1,4 @@
-"""Where ranks stand when a run hangs: seen by another thread, and in a table."""
+"""The states of ranks in a hang, observed by another thread, and their table."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_why_a_process_is_silent() -> None:
 
 
 def _rank(rank: int, number: int | None = None, *, begun: int = 0, step: int | None = 12, **fields: Any) -> dict[str, Any]:
-    """A rank that waits in exchange ``number`` of the world, or computes after it has begun some; ``within`` changes it."""
+    """Return a rank that waits in exchange ``number`` of the world, or computes after ``begun``; ``within`` changes it."""
     exchange = {"group": "world", "step": step, "number": number, "name": "all_reduce", "ranks": None, "moved_bytes": 2_500_000}
     exchange.update(fields.pop("within", {}))
     return {
@@ -152,7 +152,7 @@ def _rank(rank: int, number: int | None = None, *, begun: int = 0, step: int | N
 
 
 def _told(*ranks: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """The exchanges of the document, and the text in one line."""
+    """Return the exchanges of the document, and the text in one line."""
     document = hang_document("rank 0 has ended no step for 30 s", ranks, 60.0)
     return document["exchanges"], " ".join(hang_text(document).split())
 

@@ -26,7 +26,7 @@ FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two rank
 
 
 def _computed(index: int, rank: int) -> ResolvedStep:
-    """It begins at ``10 * index``; the ranks meet when both have computed, for half a second."""
+    """Return a step that begins at ``10 * index``; the ranks meet for half a second when both have computed."""
     start, compute = 10.0 * index, FORWARD[index % 2]
     arrive, last = start + compute[rank], start + max(compute)
     spans = (Interval("forward", "forward", start, arrive),)
@@ -145,7 +145,7 @@ def test_steps_with_divided_waits_speak_for_a_window_without(monkeypatch: pytest
 
 
 def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
-    """A rank that is ready earlier waits as much longer."""
+    """Check that a rank that is ready earlier waits longer."""
     last = []
     run = run_behind_workers(np.tile([[0.2, 0.8], [0.8, 0.2]], (10, 1)), [1.1] * 20)
     for ranks in run:

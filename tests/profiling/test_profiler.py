@@ -1,4 +1,4 @@
-"""A plain loop that is profiled: what is waited for is found, and whatever happens to a rank, the others end."""
+"""A profiled plain loop: its waits are found, and the other ranks end if one rank fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Averaging(torch.optim.SGD):
 
 
 def _guide(folder: str) -> tuple[Any, list[str]]:
-    """The loop of the guide; rank 1's clock is three hours off."""
+    """Run the loop of the guide; rank 1's clock is three hours ahead or behind."""
     os.chdir(folder)
     rank_exchange._TOO_UNCERTAIN = 1.0
     real, offset = time.perf_counter, 3 * 3600 * dist.get_rank()
@@ -113,7 +113,7 @@ def _profiled(folder: str | Path, group: Any = None, fit_costs: Any = None, **op
 
 
 def _run(profile: StepProfiler, steps: int, between: Callable[[], Any] = lambda: None) -> list[dict[str, float]]:
-    """Some steps of one rank, of 1, 2, ... samples; return the scalars of exchanges."""
+    """Run steps of one rank with 1, 2, ... samples, and return the scalars of the exchanges."""
     scalars = []
     for step in range(steps):
         scalars.append(profile.end_step(samples=step + 1, features=[step, 2.0]))
@@ -163,10 +163,10 @@ def test_scalars_of_every_exchange(pause: float, tmp_path: Path) -> None:
 
 def test_an_exchange_that_failed_is_heard_of_though_the_next_is_due(tmp_path: Path) -> None:
     with _profiled(tmp_path, every_n_steps=1) as profile:
-        profile._exchange.exchange_steps = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is gone"))
-        with pytest.raises(RuntimeError, match="a rank is gone"):
+        profile._exchange.exchange_steps = lambda *args: (_ for _ in ()).throw(RuntimeError("a rank is lost"))
+        with pytest.raises(RuntimeError, match="a rank is lost"):
             _run(profile, 4, lambda: time.sleep(0.02))
-        profile.write_interrupted_report("a rank is gone")
+        profile.write_interrupted_report("a rank is lost")
 
 
 def test_waiting_for_an_exchange_is_no_part_of_a_step(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def _interrupted(folder: Path, steps: int) -> None:
             raise KeyboardInterrupt
         no_scalars = [profile.end_step() is None for _ in range(3)]
         began = time.monotonic()
-        report = profile.write_interrupted_report("rank 1 is gone")
+        report = profile.write_interrupted_report("rank 1 is lost")
         assert time.monotonic() - began < 20, "not the group's timeout"
     daemons = [thread.daemon for thread in threading.enumerate() if thread.name.startswith("freescale")]
     (folder / "outcome").write_text(repr((no_scalars, len(report.steps), report.status.not_exchanged, daemons)))
@@ -275,7 +275,7 @@ def test_interrupted_while_an_exchange_waits_for_a_lost_rank(steps: int, kept: i
     assert daemons == [True], "the thread still waits, and keeps no process from ending"
     document = read(tmp_path / "report.json")
     status = document["status"]
-    assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is gone", left)
+    assert (status["complete"], status["reason"], status["not_exchanged"]) == (False, "rank 1 is lost", left)
     assert ("rank 0 alone" in str(document["wait_attribution"]["reason"])) == (kept == 7)
     assert document["series"]["step"] == list(range(kept))
     assert {path.name for path in tmp_path.iterdir()} >= {"report.json", "report.html", "trace.json"}

@@ -61,19 +61,6 @@ class PlannedBalance:
     padding: float | None = None
     padded: str | None = None
 
-    @property
-    def costs(self) -> str:
-        """The origin of the costs in the plan, as text."""
-        return costs_in_words(self.fitted_steps, self.steps)
-
-
-def costs_in_words(fitted: int, steps: int) -> str:
-    """Return the origin of the costs of ``steps`` steps, ``fitted`` of them with costs fitted to measured times."""
-    if fitted in (0, steps):
-        return "costs fitted to measured times" if fitted else "the costs as given"
-    given = steps - fitted
-    return f"the costs as given in {given} step{'s'[: given != 1]}, fitted to measured times in {fitted}"
-
 
 def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> PlannedBalance | None:
     """Summarize the plans of the steps; return None if one is unknown. ``compute`` has seconds, shape ``[steps, ranks]``."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.analysis.imbalance import costs_in_words
 from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, in_ms, steps_of
 
 _WIDTH = 120
@@ -143,7 +142,14 @@ def _balance(document: Document) -> Iterator[str]:
         full = tokens["fullest"]
         limit = "" if full is None else f"      fullest rank of any step: {full:.1%} of its limit"
         yield f"tokens   {_ratio(tokens['as_drawn']):10}{_ratio(tokens['balanced']):10}{'-':13}{'-':7}-{limit}"
-    yield f"  all but measured is predicted by {costs_in_words(planned['fitted_steps'], document['status']['steps'])}"
+    yield f"  all but measured is predicted by {_costs(planned['fitted_steps'], document['status']['steps'])}"
+
+
+def _costs(fitted: int, steps: int) -> str:
+    if fitted in (0, steps):
+        return "costs fitted to measured times" if fitted else "the costs as given"
+    given = steps - fitted
+    return f"the costs as given in {given} step{'s'[: given != 1]}, fitted to measured times in {fitted}"
 
 
 def _ratio(value: float | None) -> str:

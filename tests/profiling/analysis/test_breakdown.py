@@ -71,7 +71,7 @@ def test_the_last_arrival_at_each_collective_and_whose_it_is() -> None:
 
 
 def test_pauses_go_before_all_and_are_taken_out_of_the_wall_time_once() -> None:
-    """A checkpoint that validation saves; or two that overlap, one beyond the step."""
+    """Test a checkpoint that validation saves, and two pauses that overlap, one of them beyond the step."""
     assert _cut([("pause", 2, 6), ("forward", 3, 8)]) == [
         ("unexplained", 0, 2), ("pause", 2, 6), ("forward", 6, 8), ("host", 8, 10),
     ]  # fmt: skip
@@ -176,7 +176,7 @@ STEP = ResolvedStep(0, 11, 5, 32, SPANS, (ROWS, GRADIENTS))
 
 
 def _window(*steps: tuple[ResolvedStep, list[float]], **options: bool) -> RankWindow:
-    """Of steps and when the last rank arrived at each of their collectives."""
+    """Return the window of steps with the last arrivals at their collectives."""
     unknown = [None] * len(steps)
     return window_of([step for step, _ in steps], [last for _, last in steps], unknown, unknown, **options)
 
@@ -227,7 +227,7 @@ def test_exchanges_of_other_threads_and_inside_a_pause() -> None:
     assert _sums(window) == {"rows (background)": {"count": 1, "hidden": pytest.approx(2.0 + 1.5), "moved": 50}}
     assert column(window.breakdown, "hidden").tolist() == [2.0, 1.5]
     bound = ResolvedStep(0, 11, 5, 32, SPANS, (), (rows._replace(at_most=True),))
-    assert column(_window((bound, [])).breakdown, "hidden").tolist() == [0.0], "of which no more than a bound is known"
+    assert column(_window((bound, [])).breakdown, "hidden").tolist() == [0.0], "for which only a bound is known"
     pause = Interval("pause", "validation", 5.5, 7.0)
     paused = ResolvedStep(0, 11, 5, 32, (*SPANS, pause), (ROWS, GRADIENTS))
     assert list(_window((paused, [3.25, 6.5])).exchanges) == ["rows"]

@@ -1,4 +1,4 @@
-"""What is estimated from noisy measurements: why ranks differ, contention, growing memory, and what plans come to."""
+"""Estimates from noisy measurements: causes of imbalance, contention, growing memory, and planned balance."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_without_a_cost_model_what_persists_is_hardware() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_outlier_steps_name_no_rank(known: bool) -> None:
-    """A rank that hangs for a while now and then is not slow."""
+    """Check that a rank with occasional long steps is not slow."""
     rng = np.random.default_rng(0)
     expected = rng.uniform(1, 2, (100, 8 if known else 1)) * np.ones((100, 8))
     compute = expected * (1 + 0.05 * rng.standard_normal((100, 8)))
@@ -97,7 +97,7 @@ def test_outlier_steps_name_no_rank(known: bool) -> None:
 
 
 def test_noise_names_no_rank() -> None:
-    """A rank that is 1.2 times as slow is named if its steps vary little around that."""
+    """Check that a rank with a factor of 1.2 is slow only if its steps vary little."""
     scores, turns = np.array([1.0, 1.0, 1.2]), np.array([[-1.0], [1.0]] * 6)
     for noise, slow in ((0.09, [2]), (0.12, [])):
         assert list(split_imbalance(scores * (1 + noise * turns), np.ones((12, 3)), scores).slow) == slow
@@ -191,7 +191,7 @@ def test_a_leak_is_told_from_noise(windows: int) -> None:
 @pytest.mark.parametrize("windows", [12, 40, 300])
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.25])
 def test_memory_that_saturates_does_not_grow(windows: int, share: float) -> None:
-    """It fills up with a time constant of a share of the run."""
+    """Use memory that fills up with a time constant of a share of the run."""
     at = np.arange(windows)
     ranks = (300 * MB + 200 * MB * (1 - np.exp(-at / (share * windows))) + _noise(seed, windows, 0.5) for seed in range(50))
     assert _held(*ranks).growing == []

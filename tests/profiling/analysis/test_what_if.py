@@ -175,14 +175,14 @@ def test_what_exceeds_the_compute_stays_exposed() -> None:
 
 
 def test_clocks_that_disagree_do_not_make_overlap_look_harmful() -> None:
-    """By its clock the last rank arrives after the others have the result."""
+    """Let the last rank arrive, by its clock, after the others have the result."""
     replay = Replay(_blocking(0.1, *[(1.0, 3.0)] * 3, crew=[Rank(), Rank(offset=1.0)]))
     assert replay.error < 1e-9
     assert 1 <= replay.speed_up(overlap=True) < 1.05
 
 
 def test_balance_that_does_harm_or_lets_another_rank_compute() -> None:
-    """The rank that computes less waits for data."""
+    """Let the rank that computes less wait for data."""
     compute, data = np.tile([1.0, 3.0], (5, 1)), np.tile([2.0, 0.0], (5, 1))
     cases = _by_name(what_if(Replay(run_segments(planned_run(compute, data, np.full((5, 2), 0.1))))))
     assert cases["perfect balance"].speed_up == 1 and "longer" in (cases["perfect balance"].note or "")
@@ -225,7 +225,7 @@ def test_arrival_before_a_gap_is_not_moved(gap: float) -> None:
 
 
 def _pausing(compute: np.ndarray) -> list[list[RankSegments]]:
-    """The ranks meet at the end of the pause, which the replay is not told of."""
+    """Return steps whose ranks meet at the end of a pause, which the replay does not know."""
     crew, run = [Rank(), Rank()], []
     for step, seconds in enumerate(compute):
         for rank, c in zip(crew, seconds):
@@ -256,7 +256,7 @@ def test_gap_between_steps_sets_the_clocks_anew() -> None:
         run.append([rank.step() for rank in crew])
     replay = Replay(run_segments(run))
     assert replay.error == pytest.approx(0)
-    # before the gap 2 x 3 s, after it 8 s of which rank 1 waits for none; even: 2 x 2 s, and 7 + 2 s
+    # before the gap 2 x 3 s, after it 8 s, without a wait of rank 1; even: 2 x 2 s, and 7 + 2 s
     assert replay.speed_up(np.full((2, 2), 2.0)) == pytest.approx((6 + 11) / (4 + 9))
 
 
@@ -346,7 +346,7 @@ def test_workers_that_no_rank_waited_for_may_be_no_faster() -> None:
 
 
 def test_waits_as_long_whenever_a_rank_asks_are_no_waits_for_workers() -> None:
-    """A large batch that workers had ready lasts as long however late the rank asks; others shrink."""
+    """Use ready batches, whose waits do not depend on the time of the request; waits for workers shrink."""
     compute = np.random.default_rng(1).lognormal(0, 0.3, (60, 2))
     run = run_segments(planned_run(compute, np.full((60, 2), 0.3), np.full((60, 2), 0.01)))
     behind, alone = (_by_name(what_if(Replay(run, prefetched=each)))["perfect balance"] for each in (2, 0))

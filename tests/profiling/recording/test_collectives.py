@@ -40,7 +40,7 @@ def _watched(ignored_groups: Collection[Any] = ()) -> Iterator[Timeline]:
 
 
 def _seen(timeline: Timeline) -> list[Collective]:
-    """The collectives of the step in progress; the next step begins."""
+    """Return the collectives of the step in progress and open the next step."""
     step = timeline.close_step()
     assert isinstance(step, StepRecord)
     timeline.open_step()
@@ -105,7 +105,7 @@ def _every_call_is_one_collective(timeline: Timeline) -> list[str]:
 
 
 def _asynchronous(timeline: Timeline) -> None:
-    """A rank arrives when it issues a collective, and waits when it waits for the Work; the exchange is over in between."""
+    """Check that a rank arrives when it issues a collective and waits when it waits for the Work."""
     rank, calls = dist.get_rank(), list(product(_groups().items(), (_all_to_all, _all_reduce)))
     dist.barrier()
     _seen(timeline)
@@ -164,7 +164,7 @@ def _in_other_threads_and_steps(timeline: Timeline) -> None:
 
 
 def _unusual(timeline: Timeline) -> None:
-    """A group of others, a tensor of unknown size, and a collective that fails."""
+    """Check a group of other ranks, a tensor of unknown size, and a collective that fails."""
     first, group, rows = dist.new_group([0]), make_group(), 2 if dist.get_rank() else 4
     _seen(timeline)
     dist.all_reduce(torch.ones(1), group=first)  # torch makes it a warning on rank 1

@@ -1,4 +1,4 @@
-"""What a rank stamps, by which clock, and how stamps become the records of steps in seconds on rank 0's clock."""
+"""Stamps of a rank, their clocks, and the resolved steps in seconds on rank 0's clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.fake_cuda_events import Device
 
 
 class Counting:
-    """A clock whose stamps count up."""
+    """Clock with increasing stamps."""
 
     def __init__(self) -> None:
         self.now = -1
@@ -84,8 +84,8 @@ def test_spans_in_the_order_they_began(timeline: Timeline) -> None:
 
 def test_steps_are_counted(timeline: Timeline) -> None:
     """Also one that begins where the step before ended, and one that begins anew, which keeps its number."""
-    told: list[StepRecord] = []
-    timeline.on_step = told.append
+    shown_text: list[StepRecord] = []
+    timeline.on_step = shown_text.append
     timeline.open_step()
     first = _closed(timeline)
     timeline.open_step(first.end)
@@ -95,7 +95,7 @@ def test_steps_are_counted(timeline: Timeline) -> None:
     second = _closed(timeline)
     assert second.start == first.end and abandoned.key != again.key
     assert [first.index, second.index] == [0, 1] == [number for number, _ in timeline.ended]
-    assert told == [first, second]
+    assert shown_text == [first, second]
 
 
 def test_keys_tell_groups_steps_and_turns_apart(timeline: Timeline) -> None:
@@ -110,7 +110,7 @@ def test_keys_tell_groups_steps_and_turns_apart(timeline: Timeline) -> None:
 
 
 def test_collectives_that_are_waited_for(timeline: Timeline) -> None:
-    """A second wait is no second collective, and a collective inside another is a part of it."""
+    """Check that a second wait is no second collective, and that a nested collective is a part of the outer one."""
     timeline.open_step()
     twice = timeline.arrive("twice")
     for _ in range(2):
@@ -349,7 +349,7 @@ def test_steps_beside_watched_ones_keep_their_ends(device: Device) -> None:
 
 @pytest.mark.parametrize("named", ["cuda:3", "cuda"])
 def test_a_thread_that_has_chosen_no_device_stamps_on_that_of_the_timeline(device: Device, named: str) -> None:
-    """The user's threads, and those of the data loader: their own device would be the first, which is another rank's."""
+    """Check threads of the user and of the loader, whose own device would be the first, that of another rank."""
     device.choose(3)
     timeline = Timeline()
     timeline.enable(torch.device(named))

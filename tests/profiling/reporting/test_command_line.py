@@ -47,8 +47,8 @@ def test_show_prints_what_the_report_prints(tmp_path: Path, capsys: Any, monkeyp
         main(["show", path])
         assert capsys.readouterr().out == f"{report}\n"
     main([])
-    told = capsys.readouterr().out
-    assert all(command in told for command in ("show", "compare", "page"))
+    shown_text = capsys.readouterr().out
+    assert all(command in shown_text for command in ("show", "compare", "page"))
     monkeypatch.setattr(sys, "argv", ["profiling", "show", path])
     monkeypatch.delitem(sys.modules, "lightning_freescale.profiling.__main__")
     runpy.run_module("lightning_freescale.profiling", run_name="__main__")

@@ -45,8 +45,8 @@ def test_where_there_is_no_bubble_or_no_compute() -> None:
     assert none.removed is None and none.from_bubbles == pytest.approx(0.8) and none.speed_up == pytest.approx(0.8)
     (idle,) = compare(_documents({"compute": 0.0}, {"wall": 0.05, "compute": 0.05}))
     assert (idle.limit, idle.from_bubbles, idle.compute_change) == (None, None, None) and idle.removed == 1.0
-    told = table(run_of().document(), [idle])
-    assert "2.00x (- by r and b alone, limit -)" in told and "compute per sample" not in told
+    shown_text = table(run_of().document(), [idle])
+    assert "2.00x (- by r and b alone, limit -)" in shown_text and "compute per sample" not in shown_text
     with pytest.raises(ValueError, match=r"base.*step_s is 0"):
         compare(_documents({"label": "base", "wall": 0.0, "compute": 0.0, "count": 0}, {}))
     with pytest.raises(ValueError, match="at least two"):

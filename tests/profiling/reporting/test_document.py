@@ -39,7 +39,7 @@ def _nodes(value: Any, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def _properties(rule: dict[str, Any], at: str = "", once: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every property of the schema by its path; ``once``: what is defined apart only where it comes first."""
+    """Yield every property of the schema with its path; ``once`` yields shared definitions only the first time."""
     if "$ref" in rule:
         if once and at != "summary.shares":
             return
@@ -53,14 +53,14 @@ def _properties(rule: dict[str, Any], at: str = "", once: bool = False) -> Itera
 
 
 def _names(document: dict[str, Any]) -> set[str]:
-    """The paths of a document as the schema has them; maps with free keys count as one."""
+    """Return the paths of a document as in the schema; maps with free keys count as one."""
     free = ("run.versions", "imbalance.slow_ranks", "host_s")
     paths = ("".join("[]" if isinstance(key, int) else f".{key}" for key in at)[1:] for at, _ in _nodes(document))
     return {path for path in paths if not path.endswith("]") and not any(path.startswith(f"{name}.") for name in free)}
 
 
 def _changed(document: dict[str, Any], path: Keys, *value: Any) -> dict[str, Any]:
-    """A copy with a value at the path, or without what is there."""
+    """Return a copy with a value at the path, or without the value at the path."""
     made = at = copy.deepcopy(document)
     for key in path[:-1]:
         at = at[key]

@@ -1,4 +1,4 @@
-"""What a profile leaves in its folder, and how often."""
+"""The files of a profile and their updates."""
 
 from __future__ import annotations
 

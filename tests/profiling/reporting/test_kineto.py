@@ -202,7 +202,7 @@ def _kernel(start, end, name="gemm", cat="kernel", stream=7):
 
 
 def _beside(until, name, cat):
-    """A kernel that computes, and from 4 on something else until 10."""
+    """Return a kernel that computes, and another one from 4 to 10."""
     return [_kernel(0, until), _kernel(4, 10, name, cat, stream=20)]
 
 

@@ -14,7 +14,7 @@ from lightning_freescale.profiling.reporting.kineto import slices_of, temporal_b
 
 @pytest.fixture(scope="module")
 def hta() -> Iterator[Any]:
-    """Its class of analyses, which does not round times here to whole microseconds."""
+    """Yield HTA's class of analyses, without its rounding to whole microseconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
         yield pytest.importorskip("hta.trace_analysis").TraceAnalysis

@@ -1,4 +1,4 @@
-"""The verdict names the cause that costs most, and the way out that fits the run."""
+"""The verdict names the most expensive cause and the advice that fits the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDIVIDED = WaitAttribution(False, 0.0, "the clocks were never compared")
 def _uneven(
     data: float, hardware: float, jitter: float, slow: float | None = None, score: float = 1.0, costs: bool = True
 ) -> Any:
-    """Milliseconds by cause; ``slow`` is the slowness of rank 1 where it stands out."""
+    """Milliseconds by cause; ``slow`` is the slowness of rank 1 if it is slow."""
     seconds = (data / 1e3, hardware / 1e3, jitter / 1e3)
     scores = (1.0, slow or score)
     return Imbalance("cost model" if costs else "ranks", *seconds, scores, {1: slow} if slow else {}, 0.03 if costs else None)
@@ -44,10 +44,10 @@ BEHIND = _exchange("embedding exchange (background)", 0.0, 6e7, 0.05)
 
 def _report(gains: dict[str, float | None], **more: Any) -> BubbleReport:
     cases = [WhatIf(name, gains.get(name, 1.0), 1.6) for name in CASES]
-    told = {
+    shown_text = {
         name: more.pop(name) for name in ("strategy", "assignment", "overlap", "sharded_tables", "num_workers") if name in more
     }
-    return full_report(what_if=cases, run=run_info(**told), advise=advise, **more)
+    return full_report(what_if=cases, run=run_info(**shown_text), advise=advise, **more)
 
 
 def _verdict(gains: dict[str, float | None], **more: Any) -> BubbleVerdict:
@@ -118,7 +118,7 @@ def test_without_lightning_advice_is_for_any_loop(gains: Any, more: dict[str, An
 
 
 def test_every_way_out_has_its_recipe() -> None:
-    """The anchors that verdicts name are headings of the page."""
+    """Check that the anchors of the verdicts are headings of the page."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "how_to" / "read_the_report.md").read_text()
     headings = {"#" + line[3:].lower().replace(" ", "-") for line in page.splitlines() if line.startswith("## ")}
     assert set(_HOW.values()) <= headings
@@ -126,16 +126,16 @@ def test_every_way_out_has_its_recipe() -> None:
 
 def test_the_line_of_a_log() -> None:
     document = full_report(status=Status(False, "KeyboardInterrupt")).document()
-    told = document["verdict"]
+    shown_text = document["verdict"]
     line = verdict_line(document)
     assert line.startswith("INCOMPLETE: KeyboardInterrupt ") and line.endswith(
-        f"Verdict: {told['verdict']} Why: {told['why']} Next: {told['next']}"
+        f"Verdict: {shown_text['verdict']} Why: {shown_text['why']} Next: {shown_text['next']}"
     )
     assert verdict_line(full_report().document()).startswith("Verdict:")
 
 
 def test_a_slow_rank_is_named_beside_histories_that_cost_more() -> None:
-    """The gain is that of both."""
+    """Check that the gain includes both causes."""
     report = _report({"perfect balance": 1.37, "no host overhead": 1.0}, imbalance=MIXED)
     verdict = verdict_on(replace(report, what_if=[*report.what_if, WhatIf("equal histories", 1.14, 1.6)]).document(), advise)
     assert verdict.cause == "imbalance of data" and "slow ranks" in verdict.verdict
@@ -200,7 +200,7 @@ def test_what_was_not_replayed_is_not_nothing(ranks: int) -> None:
 
 
 def test_shares_and_gains_are_of_the_same_steps() -> None:
-    """The loader was slow in those that were replayed, the last quarter."""
+    """Use a loader that was slow in the replayed steps, the last quarter."""
     fast, slow = step(0.04, forward=0.04), step(0.1, forward=0.04, data_wait=0.06)
     gain = [WhatIf("no data wait", 2.5, 2.5)]
     report = report_of(np.array([[fast]] * 6 + [[slow]] * 2), replayed=np.array([6, 7]), what_if=gain)
@@ -247,7 +247,7 @@ def test_an_exchange_in_front_of_compute_has_its_speed() -> None:
     assert "1.2 MB" in why and " 6 MB/s" in why
     beside = _exchange("all_to_all_single", 0.2, 1.2e6, hidden=0.1)
     assert "MB/s" not in _verdict({"full overlap": 1.5}, exchanges=(beside,), overlap="on").why
-    # transfer is a tenth of the time: all of it gone would be 1.11x
+    # transfer is a tenth of the time: without it 1.11x
     for gain, short in ((1.1, False), (1.04, True)):
         assert ("too little compute" in _verdict({"full overlap": gain}, exchanges=(ROWS,), overlap="off").why) == short
 
@@ -311,7 +311,7 @@ def test_a_prediction_that_measured_compute_does_not_follow_is_named(gains: dict
 
 
 def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
-    """The plan counts no padding, so that the compute differs for no reason that the costs know."""
+    """Use a plan without padding, so that no cost explains the differences of compute."""
     more = {"imbalance": _uneven(1, 1, 20), "assignment": "free"}
     gains: dict[str, float | None] = {"perfect balance": 1.25}
     assert "padding='auto'" in _verdict(gains, balance=_padded("batch", 0.3), **more).next

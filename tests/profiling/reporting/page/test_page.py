@@ -77,8 +77,8 @@ def test_the_header_has_the_run_its_figures_and_the_verdict(show):
     assert words(page, "#status") == ""
     assert "2026-11-21 08:00 UTC · lightning_freescale 0.1.0 · torch 2.13.0" in words(page, "#footer")
     assert every(page, "#verdict p", "e.className") == ["verdict", "why", "next", "also"]
-    told = words(page, "#verdict")
-    assert "16.0%" in told and "rows of user_history" in told and "12.0%" in told.partition("Also:")[2]
+    shown_text = words(page, "#verdict")
+    assert "16.0%" in shown_text and "rows of user_history" in shown_text and "12.0%" in shown_text.partition("Also:")[2]
     # the section with the cause's figures comes right after where the time went
     assert every(page, "main > section", "e.id")[1:3] == ["shares", "exchanges"]
 
@@ -87,8 +87,8 @@ def test_the_header_has_the_run_its_figures_and_the_verdict(show):
 def test_what_a_report_lacks_is_said(show):
     lost = {"complete": False, "reason": "rank 1 raised RuntimeError: out of memory", "not_exchanged": 7}
     page = show(document(2, 40, status=lost))
-    told = words(page, "#status")
-    assert lost["reason"] in told and "40 steps" in told and "7 further steps" in told
+    shown_text = words(page, "#status")
+    assert lost["reason"] in shown_text and "40 steps" in shown_text and "7 further steps" in shown_text
     assert page.evaluate("document.getElementById('status').checkVisibility()")
     assert words(page, "#run").endswith("interrupted")
     assert re.findall(r"\d+", words(show(document(1, 3, run={"world_size": 8})), "#status")) == ["1", "8"]

@@ -42,24 +42,24 @@ def test_the_heat_map_has_a_cell_per_rank_and_step(show):
 
 def _walk(page, picture, keys):
     page.evaluate(f"document.getElementById('{picture}').focus()")
-    told = []
+    shown_text = []
     for key in keys:
         page.keyboard.press(key)
         page.wait_for_timeout(50)
-        told.append(said(page, picture).split("|")[0])
-    return told
+        shown_text.append(said(page, picture).split("|")[0])
+    return shown_text
 
 
 @pytest.mark.slow
 def test_the_pictures_can_be_walked_by_keyboard(show):
     ranks = [("forward", "", 0, 20_000), ("backward", "", 20_000, 30_000)], [("backward", "", 0, 40_000)]
     page = show({**TWO_STEPS, "median_step": intervals(*ranks)["median_step"]})
-    told = _walk(page, "heatmap-picture", ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"))
-    assert told == [f"rank {r}, step {s}" for r, s in ((0, 5), (1, 5), (1, 6), (0, 6), (0, 5), (0, 5))]
-    told = _walk(page, "waterfall-picture", ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"))
-    assert told == ["rank 0, forward", "rank 0, backward", "rank 1, backward", "rank 0, forward"]
-    told = _walk(page, "series-picture", ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"))
-    assert told == ["step 5", "step 6", "step 6", "step 5"]
+    shown_text = _walk(page, "heatmap-picture", ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"))
+    assert shown_text == [f"rank {r}, step {s}" for r, s in ((0, 5), (1, 5), (1, 6), (0, 6), (0, 5), (0, 5))]
+    shown_text = _walk(page, "waterfall-picture", ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"))
+    assert shown_text == ["rank 0, forward", "rank 0, backward", "rank 1, backward", "rank 0, forward"]
+    shown_text = _walk(page, "series-picture", ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"))
+    assert shown_text == ["step 5", "step 6", "step 6", "step 5"]
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_the_waterfall_shows_who_waits_for_whom(show):
     assert words(page, "#waterfall .waits") == "rows at 60.0 ms: 1 rank waited up to 40.0 ms for rank 1."
     legend = ["forward", "optimizer", "straggler wait", "transfer", "data wait", "host overhead"]
     assert every(page, "#waterfall .legendtext", "e.textContent") == legend
-    told = ["rank 0, straggler wait", "rows", "for 40.0 ms", "from 20.0 ms to 60.0 ms", "until rank 1 arrived"]
-    assert hover(page, "waterfall-picture", 0.4, 0.25).split("|") == told
+    shown_text = ["rank 0, straggler wait", "rows", "for 40.0 ms", "from 20.0 ms to 60.0 ms", "until rank 1 arrived"]
+    assert hover(page, "waterfall-picture", 0.4, 0.25).split("|") == shown_text
     assert hover(page, "waterfall-picture", 0.9, 0.25).startswith("rank 0, host overhead|hooks after the step|for 20.0 ms")
     assert hover(page, "waterfall-picture", 0.6, 0.75).startswith("rank 1 arrives last|at rows|after 60.0 ms")
     assert hover(page, "waterfall-picture", 0.97, 0.75) == ""
@@ -116,8 +116,8 @@ def test_series_show_every_step_and_the_means(show):
     places = [(x, y) for x in (0.25, 0.75) for y in (0.06, 0.3, 0.94)]
     forward, wait = colour(page, "forward"), colour(page, "straggler_wait")
     assert pixels(page, "series-picture", places, "xy3") == [forward] * 3 + [wait, wait, forward]
-    told = hover(page, "series-picture", 0.75, 0.5).split("|")  # of all three at once
-    assert told[:4] == ["step 6", "step time : 200 ms", "bubble : 75.0 %", "forward : 25.0 %"]
-    assert told[6] == "straggler wait : 75.0 %"
-    told = hover(page, "series-picture", 0.25, 0.5, "xy3").split("|")
-    assert told[:4] == ["step 5", "step time : 100 ms", "bubble : 0.0 %", "forward : 100.0 %"]
+    shown_text = hover(page, "series-picture", 0.75, 0.5).split("|")  # of all three at once
+    assert shown_text[:4] == ["step 6", "step time : 200 ms", "bubble : 75.0 %", "forward : 25.0 %"]
+    assert shown_text[6] == "straggler wait : 75.0 %"
+    shown_text = hover(page, "series-picture", 0.25, 0.5, "xy3").split("|")
+    assert shown_text[:4] == ["step 5", "step time : 100 ms", "bubble : 0.0 %", "forward : 100.0 %"]

@@ -121,7 +121,7 @@ def test_padding_is_marked_inside_the_bar_of_compute(show):
 
 
 def test_runs_are_compared_with_the_first(show):
-    # 100 ms with 50 of bubble, 62.5 with 12.5: three quarters are gone, and 1 / (1 - 0.75 * 0.5) = 1.6
+    # 100 ms with 50 of bubble, 62.5 with 12.5: three quarters are removed, and 1 / (1 - 0.75 * 0.5) = 1.6
     worse = run_of("worse", 0.125, 0.6, status={"complete": False})
     page = show(run_of("ddp", 0.1, 0.5), run_of("freescale", 0.0625, 0.2), worse)
     assert rows(page, "ablation") == [

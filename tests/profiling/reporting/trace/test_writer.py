@@ -38,7 +38,7 @@ def _two_ranks():
 
 
 def _busy(*ranks):
-    """A step of each rank: a backward until one time, and an exchange from another one to a third."""
+    """Return a step of each rank: a backward until a time, and an exchange between two other times."""
     return [
         _step(0, 40, spans=[("backward", "backward", 0, until)], collectives=[_exchange("world/1", arrive, end)])
         for until, arrive, end in ranks
@@ -51,7 +51,7 @@ def written(tmp_path):
 
 
 class Shown:
-    """What a reader shows, in milliseconds."""
+    """Events that a reader shows, in milliseconds."""
 
     def __init__(self, path):
         self.events = read_trace(path)
@@ -132,7 +132,7 @@ def test_an_arrow_begins_in_the_step_if_the_last_stage_is_long_over(written):
 
 
 def test_an_arrow_may_begin_in_an_earlier_step_or_nowhere(written):
-    """The late rank arrived at the end of a step and waits in the next one."""
+    """Let the late rank arrive at the end of a step and wait in the next one."""
     first = [_step(0, 10), _step(0, 20, index=1, spans=[("backward", "backward", 0, 20)])]
     second = [
         _step(11, 40, collectives=[_exchange("world/1", 11, 30)]),
@@ -154,7 +154,7 @@ def test_an_exchange_that_is_over_before_the_last_arrival_keeps_its_arrow(writte
 
 
 def test_exchanges_are_matched_by_their_key(written):
-    """The ranks need two results in different orders; the second time also one inside the other."""
+    """Let the ranks wait for two results in different orders, and for one inside the other."""
     a, b = partial(_exchange, "a/1", name="a"), partial(_exchange, "b/1", name="b")
     row = [_step(0, 40, collectives=[a(10, 20), b(20, 30)]), _step(0, 40, collectives=[b(5, 30), a(15, 20)])]
     shown = written([row])
