@@ -25,8 +25,8 @@ class Transport(Protocol):
     """A way to move the bytes of a collective between the ranks of a group.
 
     To add a transport, implement this class in a module of this package. Then add its name to ``TRANSPORTS`` in ``options.py``,
-    and create it in ``selection.py``. ``CollectiveExecutor`` selects the transport of a transfer by its device. It uses
-    :class:`.HostTransport` for all CPU tensors.
+    and create it in ``selection.py``. ``CollectiveExecutor`` uses it for CUDA tensors. A transport for CPU tensors replaces
+    :class:`.HostTransport` in the executor, which also posts the first chunks before the handshake.
 
     The executor makes all calls. It calls :meth:`move` on the thread of the lane, one transfer at a time, after all ranks have
     agreed on the sizes, in the same order on every rank.
