@@ -42,7 +42,7 @@ def check(path: Path, *, together: bool) -> None:
         )
 
 
-def newest_whole_beside(path: Path) -> Path | None:
+def newest_other_checkpoint(path: Path) -> Path | None:
     """Return the newest other complete checkpoint in the folder of ``path``; None if there is none. Collective."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
     named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
@@ -110,7 +110,7 @@ def write_folder(checkpoint: Mapping[str, Any], folder: Path) -> None:
             place = slice(0, rows), slice(0, columns)
             piece = Piece((f"tensor {len(names)}",), (rows, columns), whole.dtype, place, RowOrder(rows))
             held.append(SpreadTensors([(piece, whole)], None, whole.device))
-            names[address] = DeferredTensor.standing_for(piece.key, piece.shape, piece.dtype)
+            names[address] = DeferredTensor.placeholder(piece.key, piece.shape, piece.dtype)
         return names[address]
 
     sharded_folder.write(pytree.tree_map_only(Tensor, deferred, dict(checkpoint)), folder, held, None)
@@ -213,7 +213,7 @@ class _FromFolder(Deferral):
     def defer(self, stored: StoredTensor) -> DeferredTensor:
         if stored.name not in self._known:  # a tensor with two names has one placeholder
             self._stored.append(stored)
-            self._known[stored.name] = self.stand_in((stored.name,), tuple(stored.shape), stored.dtype)
+            self._known[stored.name] = self.new_placeholder((stored.name,), tuple(stored.shape), stored.dtype)
         return self._known[stored.name]
 
     @override

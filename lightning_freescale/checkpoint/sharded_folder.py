@@ -95,7 +95,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
         with single_file.replacing(beside / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
-        single_file.take_place(beside, folder)
+        single_file.replace_path(beside, folder)
         single_file.sync_folder(folder.parent)
 
     _together(begin if rank == 0 else None, what, group)

@@ -62,14 +62,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        take_place(beside, path)
+        replace_path(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
 
-def take_place(new: Path, path: Path) -> None:
+def replace_path(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``, then remove the earlier file or folder at ``path``."""
     if not path.is_dir() and not (new.is_dir() and path.exists()):
         os.replace(new, path)

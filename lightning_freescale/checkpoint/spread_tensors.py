@@ -143,7 +143,7 @@ class DeferredTensor(Tensor):
     key: Key
 
     @classmethod
-    def standing_for(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+    def placeholder(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """Return a placeholder for a tensor."""
         size = dtype.itemsize
         for length in shape:
@@ -185,9 +185,9 @@ class Deferral(ABC):
     def __init__(self) -> None:
         self._tensors: list[DeferredTensor] = []
 
-    def stand_in(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredTensor:
+    def new_placeholder(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredTensor:
         """Return a new placeholder; placeholders are numbered from 0."""
-        self._tensors.append(DeferredTensor.standing_for(key, shape, dtype))
+        self._tensors.append(DeferredTensor.placeholder(key, shape, dtype))
         return self._tensors[-1]
 
     def numbers_by_storage(self) -> dict[int, int]:
@@ -214,7 +214,7 @@ class DeferredTensors(Deferral):
         pieces = {key: spread.piece(key) for key in spread.keys}
         self.held.append(spread)
         self._sources += [spread] * len(pieces)
-        return {key: self.stand_in(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
+        return {key: self.new_placeholder(key, piece.shape, piece.dtype) for key, piece in pieces.items()}
 
     @override
     def fetch(self, number: int) -> Tensor:

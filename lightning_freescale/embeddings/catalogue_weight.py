@@ -44,7 +44,7 @@ _SCALES_IN_PLACE: dict[Any, Any] = {
 }
 
 
-class _StandIn(Tensor):
+class _Placeholder(Tensor):
     """A tensor with a shape and no values."""
 
     path: str
@@ -77,10 +77,10 @@ class _StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance's method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _StandIn)).refuse(f"{func}")
+        next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Placeholder)).refuse(f"{func}")
 
 
-class CatalogueWeight(_StandIn):
+class CatalogueWeight(_Placeholder):
     """A placeholder for rows of a sharded table, or for their transpose."""
 
     leaf: Any  # this rank's part of the weight, with the functions freescale_catalogue and freescale_ranks
@@ -155,7 +155,7 @@ class CatalogueWeight(_StandIn):
         return CatalogueWeight(self.leaf, self.path, self.rows if rows is None else rows, self.width, transposed)
 
 
-class CatalogueLogits(_StandIn):
+class CatalogueLogits(_Placeholder):
     """A placeholder for ``hidden @ weight.T + bias``."""
 
     hidden: Tensor  # shape [..., dim]

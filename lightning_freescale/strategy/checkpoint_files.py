@@ -127,7 +127,7 @@ class CheckpointFiles:
         try:
             reading.check(path, together=True)
         except ValueError as damage:
-            earlier = reading.newest_whole_beside(path) if is_last(path, trainer) else None
+            earlier = reading.newest_other_checkpoint(path) if is_last(path, trainer) else None
             if earlier is None:
                 raise
             rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest complete checkpoint in the same folder")

@@ -111,7 +111,7 @@ def test_what_is_new_takes_the_place_of_what_was_there(
         path.symlink_to(led_to)
     beside.mkdir() if new == "folder" else beside.touch()
     inode = beside.stat().st_ino
-    single_file.take_place(beside, path)
+    single_file.replace_path(beside, path)
     assert [entry.name for entry in place.iterdir()] == ["last.ckpt"]
     assert path.lstat().st_ino == inode and led_to.exists() == ("link" in was)
 
