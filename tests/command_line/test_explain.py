@@ -41,7 +41,7 @@ def test_a_raised_message_leads_to_its_section(raises: Callable[[], object], hea
 
 
 def test_the_command_prints_the_section(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["explain", "ValueError: FreeScaleStrategy(checkpoint='twice')"])
+    main(["explain", "ValueError: FreeScaleStrategy(checkpoint='twice'): pass 'single', 'sharded' or 'async'"])
     assert "Trainer and strategy" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main(["explain", "a message of another package"])
