@@ -76,7 +76,25 @@ def set_up_tables(
         refuse_averages(trainer, unfit_for_averages(tables))
         for callback in callbacks:
             average_shards(callback, partial(ShardAverages, strategy, tables, callback.state_key))
-    return _new_table_step(strategy, trainer, tables, timeline, fitting)
+    groups = strategy.groups if fitting else None
+    # a single rank waits for no gradients. With these options, DDP reduces the gradients of parameters that a last micro-batch
+    # does not use before its backward begins
+    unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
+    step = new_table_step(
+        strategy,
+        "FreeScaleStrategy",
+        tables,
+        module,
+        groups,
+        farewell=not fitting,  # training ends with a report of all ranks
+        copies_early=leaves_transfer_alone(trainer),
+        timeline=timeline,
+        split_windows=not unused and strategy.world_size > 1,
+        **(clip_options(trainer, groups.optimizers) if groups is not None else {}),
+    )
+    if step.engine is not None:
+        strategy.at_teardown.enter_context(after_evaluation_batches(trainer, step.engine.serve_evaluation))
+    return step
 
 
 def _materialize(module: nn.Module, device: torch.device, leave: Group[nn.Module]) -> None:
@@ -118,27 +136,3 @@ def _shard(
     except BaseException:
         strategy.optimizers = []  # their states may belong to blueprints, which teardown cannot move
         raise
-
-
-def _new_table_step(
-    strategy: UnshardedCheckpointStrategy, trainer: Trainer, tables: ShardedTables, timeline: Timeline, fitting: bool
-) -> TableStep:
-    groups = strategy.groups if fitting else None
-    # a single rank waits for no gradients. With these options, DDP reduces the gradients of parameters that a last micro-batch
-    # does not use before its backward begins
-    unused = any(strategy.ddp_options.get(name) for name in ("find_unused_parameters", "static_graph"))
-    step = new_table_step(
-        strategy,
-        "FreeScaleStrategy",
-        tables,
-        trainer.lightning_module,
-        groups,
-        farewell=not fitting,  # training ends with a report of all ranks
-        copies_early=leaves_transfer_alone(trainer),
-        timeline=timeline,
-        split_windows=not unused and strategy.world_size > 1,
-        **(clip_options(trainer, groups.optimizers) if groups is not None else {}),
-    )
-    if step.engine is not None:
-        strategy.at_teardown.enter_context(after_evaluation_batches(trainer, step.engine.serve_evaluation))
-    return step

@@ -110,7 +110,9 @@ class Run:
     def resumed(self, settings: dict[str, Any] = BOTH, **changed: Any) -> Run:
         """Return a run that goes on with the state of this one, of which some items have changed."""
         again = Run(self.clock, self.seconds, settings)
-        again.schedule.settle(self.autopilot.values.get("micro_batches", 1))  # as the strategy does before the loader is read
+        again.schedule.settle(
+            self.autopilot.state_dict()["kept"].get("micro_batches", 1)
+        )  # as the strategy does before the loader is read
         again.autopilot.load_state_dict({**self.autopilot.state_dict(), **changed})
         return again
 
@@ -141,7 +143,9 @@ def test_what_helps_is_kept_one_change_at_a_time(
     parts, split = int(tried[-1][0]), tried[-1].endswith("s")
     assert run.tried == tried and run.seen[-1] == (split, parts)
     assert run.autopilot.frozen
-    assert run.autopilot.values == {"split_backward": split} | ({} if "settings" in options else {"micro_batches": parts})
+    assert run.autopilot.state_dict()["kept"] == {"split_backward": split} | (
+        {} if "settings" in options else {"micro_batches": parts}
+    )
     assert (run.schedule.chosen, run.schedule.measured) == (parts, None if "settings" in options else parts)
     assert run.logged[-1]["freescale/autopilot/reduction"] == pytest.approx(reduction)
 
@@ -150,7 +154,7 @@ def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCapture
     run = Run(clock, lambda split, parts: 1.0 + 1.0 / parts - 0.6 * split, target=0.5)
     with caplog.at_level(logging.INFO):
         run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": True, "micro_batches": 1}
+    assert run.autopilot.frozen and run.autopilot.state_dict()["kept"] == {"split_backward": True, "micro_batches": 1}
     assert {parts for _, parts in run.seen} == {1}
     # the bubble before and after, and how much of it is gone
     assert all(fact in caplog.text for fact in ("50.0%", "28.6%", "60.0%", "split_backward=True, micro_batches=1"))
@@ -159,7 +163,7 @@ def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCapture
 def test_what_seemed_to_help_and_does_not_is_undone(clock: Clock) -> None:
     run = Run(clock, lambda split, parts: 5.0 - split * (1 if len(run.trials) < 2 else -1), SPLIT)
     run.train()
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False}
+    assert run.autopilot.frozen and run.autopilot.state_dict()["kept"] == {"split_backward": False}
     assert run.tried == ["1 1s", "1 1s", "1"]
     assert run.seen[-1] == (False, 1)
     assert [scalars["freescale/autopilot/reduction"] > 0.2 for scalars in run.logged] == [True, False]
@@ -169,12 +173,14 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
     run = Run(clock, lambda split, parts: 1.0 + 4.0 / parts, validates=lambda step: True)
     with caplog.at_level(logging.INFO):
         run.train(2 * LONGEST + 20)
-    assert run.autopilot.frozen and run.autopilot.values == {"split_backward": False, "micro_batches": 1}
+    assert run.autopilot.frozen and run.autopilot.state_dict()["kept"] == {"split_backward": False, "micro_batches": 1}
     assert run.schedule.measured is None
     assert f"In {2 * LONGEST} steps, fewer than {MEASURED} of each" in caplog.text
     again = run.resumed()
     again.train()
-    assert again.autopilot.values == {"split_backward": False, "micro_batches": 4}, "it may have steps that can be timed"
+    assert again.autopilot.state_dict()["kept"] == {"split_backward": False, "micro_batches": 4}, (
+        "it may have steps that can be timed"
+    )
 
 
 # -- resuming
@@ -183,12 +189,12 @@ def test_steps_that_cannot_be_timed_end_it(clock: Clock, caplog: pytest.LogCaptu
 def test_a_run_that_resumes_goes_on_where_it_was(clock: Clock) -> None:
     run = Run(clock, plain)
     run.train(60)
-    assert run.autopilot.values["split_backward"] and not run.autopilot.frozen
+    assert run.autopilot.state_dict()["kept"]["split_backward"] and not run.autopilot.frozen
     again = run.resumed()
     again.train()
     assert again.seen[0] == (True, 1)
     assert again.tried[0] == "1s 2s 4s", "the trial under way begins anew, what is kept stays"
-    assert again.autopilot.frozen and again.autopilot.values == {"split_backward": True, "micro_batches": 4}
+    assert again.autopilot.frozen and again.autopilot.state_dict()["kept"] == {"split_backward": True, "micro_batches": 4}
     third = again.resumed()
     assert third.autopilot.frozen
     third.train(100)
@@ -200,7 +206,7 @@ def test_what_another_run_has_found_counts_for_nothing(clock: Clock, changed: di
     run = Run(clock, lambda split, parts: 4.0 - split, SPLIT)
     run.train()
     again = run.resumed(SPLIT if "kept" not in changed else BOTH, **changed)
-    assert not again.autopilot.frozen and not again.autopilot.values["split_backward"]
+    assert not again.autopilot.frozen and not again.autopilot.state_dict()["kept"]["split_backward"]
 
 
 # -- without a target: FreeScaleDataModule(micro_batches="auto")

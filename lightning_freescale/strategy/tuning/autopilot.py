@@ -96,11 +96,6 @@ class Autopilot:
         """Whether the choice is final."""
         return self._progress.frozen
 
-    @property
-    def values(self) -> Values:
-        """The best values so far."""
-        return dict(self._progress.kept)
-
     def start_step(self, epoch: int, step: int, cost: float) -> None:
         """Begin a step with its settings. Collective in the first step and in steps that decide.
 
