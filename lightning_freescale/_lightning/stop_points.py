@@ -79,7 +79,7 @@ class StopPoints:
             self.stop_here()
         # validation and test stop after the batch. The checkpoint for requeueing is saved between batches of training
         elif self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
-            self._set_received()
+            self._trainer._signal_connector.received_sigterm = True
         return evaluate(*args, **kwargs)
 
     def end_training(self) -> None:
@@ -90,7 +90,7 @@ class StopPoints:
     def stop_here(self) -> None:
         """Raise SIGTERMException if all ranks stop here. Save a checkpoint first if the reason is SLURM's requeueing."""
         if self._stops_at((self._step, self._batch)):
-            self._set_received()
+            self._trainer._signal_connector.received_sigterm = True
             if self._why() == _REQUEUE:
                 connector: Any = self._trainer._signal_connector
                 type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # saves, and requeues on rank 0
@@ -101,9 +101,6 @@ class StopPoints:
         if self._why() and self._why() != _REQUEUE:
             stopped.code = f"{self._why()}: all ranks stop here"
             stopped.args = (stopped.code,)
-
-    def _set_received(self) -> None:
-        self._trainer._signal_connector.received_sigterm = True
 
 
 def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> AbstractContextManager[None]:

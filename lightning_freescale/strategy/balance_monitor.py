@@ -174,7 +174,8 @@ class PaddingWatch:
         unclear = padding == "fixed" or (padding is None and self._detector.sees_padding and self._steps >= _UNDECIDED_STEPS)
         if unclear and not self._sorted_seen and self._train.may_pad:
             padding = None
-        following = _after(max(handed_out for _, handed_out in everyone), sampler)
+        epoch, last = max(handed_out for _, handed_out in everyone)
+        following = (epoch, last + 1) if last + 1 < len(sampler) else (epoch + 1, 0)  # the first step that no loader has read
         if padding is None and not ended:
             if unclear and not self._sorted and self._train.may_pad:
                 self._sorted = True
@@ -236,9 +237,3 @@ class PaddingWatch:
                 f"predicted to compute {fewer:.1f} times fewer tokens"
             )
         rank_zero_info(text)
-
-
-def _after(last: tuple[int, int], sampler: Any) -> tuple[int, int]:
-    """Return the step after the last one that a loader has read."""
-    epoch, step = last
-    return (epoch, step + 1) if step + 1 < len(sampler) else (epoch + 1, 0)

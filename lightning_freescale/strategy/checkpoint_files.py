@@ -137,7 +137,10 @@ class CheckpointFiles:
 
 def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:
     """Raise a ValueError on every rank if the named tensors of a rank have non-finite values. Collective on ``group``."""
-    found = {name: None for of_rank in gather_objects(_non_finite(tensors), group) for name in of_rank}
+    # both extremes of a tensor with one NaN are NaN
+    extremes = ((name, torch.aminmax(t.detach())) for name, t in tensors if t.is_floating_point() and t.numel())
+    mine = [name for name, (low, high) in extremes if not (low.isfinite() & high.isfinite())]
+    found = dict.fromkeys(name for of_rank in gather_objects(mine, group) for name in of_rank)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(
@@ -145,12 +148,6 @@ def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: 
             "number. Earlier checkpoints are unchanged. Resume from one of them with Trainer(detect_anomaly=True) to find the "
             "cause"
         )
-
-
-def _non_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    # both extremes of a tensor with one NaN are NaN
-    extremes = ((name, torch.aminmax(t.detach())) for name, t in tensors if t.is_floating_point() and t.numel())
-    return [name for name, (low, high) in extremes if not (low.isfinite() & high.isfinite())]
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ def compare(ranks: Sequence[Measurements]) -> SettingComparison:
     show: the median slope between steps of the same candidate, which is 0 where costs explain nothing. Steps of two candidates
     are compared in pairs, first with first and so on, so that a drift affects both.
     """
-    steps = [[_mean_of_ranks(of_ranks) for of_ranks in zip(*each)] for each in zip(*(steps for steps, _ in ranks))]
+    by_candidate = zip(*(steps for steps, _ in ranks))
+    steps = [[(fmean(s for s, _ in of_ranks), of_ranks[0][1]) for of_ranks in zip(*each)] for each in by_candidate]
     slope = _seconds_per_cost(steps)
     usual = fmean(cost for each in steps for _, cost in each)
     seconds = [[seconds - slope * (cost - usual) for seconds, cost in each] for each in steps]
@@ -141,10 +142,6 @@ def compare(ranks: Sequence[Measurements]) -> SettingComparison:
         agreeing=[fmean(float(one > 0) for one in each) for each in saved],
         compute=median(compute) if compute else 0.0,
     )
-
-
-def _mean_of_ranks(ranks: Sequence[Measured]) -> Measured:
-    return fmean(seconds for seconds, _ in ranks), ranks[0][1]
 
 
 def _seconds_per_cost(steps: list[list[Measured]]) -> float:
