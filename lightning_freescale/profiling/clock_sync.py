@@ -36,10 +36,8 @@ class Alignment:
     offsets several times (:meth:`measure_offset`), and :meth:`to_rank_zero` interpolates. Ranks of one host are treated alike,
     because nothing reliable states that they share a clock.
 
-    The uncertainty depends on the load during the measurements and on the time since. After a single measurement, two clocks
-    drift by up to 100 microseconds per second. Between two measurements, the uncertainty is half a round trip, and 2
-    microseconds for each second to the nearer one, because the rate changes with the temperature. A clock that NTP corrects
-    drifts by up to 500 microseconds per second, which only a third measurement reveals.
+    :meth:`Offsets.margin_at` has the uncertainty. A clock that NTP corrects drifts by up to 500 microseconds per second, which
+    only a third measurement reveals.
 
     Args:
         clock: monotonic clock of the stamps, in seconds.

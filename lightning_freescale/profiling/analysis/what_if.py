@@ -26,12 +26,9 @@ _PREDICTED = "predicted for compute proportional to the computed tokens; the lim
 
 @dataclass(frozen=True)
 class Contention:
-    """The effect of pending exchanges on compute.
+    """Seconds of compute that each hidden second of an exchange adds (``share``), and its standard error.
 
-    Attributes:
-        share: seconds of compute that each hidden second of an exchange adds, between 0 and 1; 0 if unknown.
-        error: standard error of ``share``; infinite without an estimate.
-        reason: reason why ``share`` is 0.
+    Without an estimate, ``share`` is 0 for the given ``reason`` and ``error`` may be infinite.
     """
 
     share: float

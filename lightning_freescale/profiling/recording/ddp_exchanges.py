@@ -68,12 +68,9 @@ def buffers_on(timeline: Timeline, model: object) -> AbstractContextManager[None
 
 
 class _Buckets:
-    """DDP's buckets in the order of their exchange.
+    """The bytes over a rank's link of DDP's last bucket, which no compute hides, and of the buckets before it.
 
-    Attributes:
-        in_order: True once DDP has ordered its buckets, which it does once.
-        moved_last: bytes over a rank's link for the last bucket, which no compute hides.
-        moved_before_last: bytes of the other buckets, which are exchanged behind backward.
+    ``in_order`` is True once DDP has ordered its buckets, which it does once.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

@@ -34,10 +34,9 @@ class MemoryReading(NamedTuple):
 
 
 def memory_reader(device: torch.device) -> Callable[[], MemoryReading] | None:
-    """Return a function that reads the memory of this rank; None if it is unknown.
+    """Return a function that reads the memory of this rank in tens of microseconds, without a reset of the peak.
 
-    It is unknown on a CPU without Linux's ``/proc``, and on CUDA with an allocator that does not count, such as pluggable ones.
-    The reader does not reset peaks, because other code may use them. A reading takes tens of microseconds.
+    None on a CPU without Linux's ``/proc``, and on CUDA with an allocator that does not count, such as pluggable ones.
     """
     if device.type == "cuda":
         try:
