@@ -41,11 +41,11 @@ SECTIONS = {  # module or package, the more specific one first: heading in docs/
     "": "Trainer and strategy",
 }
 LEAST = 8
-"""The least number of characters of a message, besides the values that it fills in, that identify it."""
+"""The number of constant characters that identify a message."""
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exits with 2 and an error message if no message of the package begins like the argument."""
+    """Run the command; exit with status 2 if no message of the package begins with the argument."""
     parser = argparse.ArgumentParser(prog=f"freescale {command}", description=__doc__)
     parser.add_argument("message", help="an error or warning of this package, or its beginning, in quotation marks")
     options = parser.parse_args(arguments)
@@ -57,7 +57,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def find_module(message: str) -> str | None:
-    """Return the path of the module, relative to the package, that has the message; None if there is none."""
+    """Return the path of the module with the message, relative to the package; None if there is none."""
     found = (
         (_shared(message, parts), str(path.relative_to(PACKAGE)))
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -92,7 +92,7 @@ def _templates(path: Path) -> Iterator[list[str]]:
 
 
 def _shared(message: str, parts: list[str]) -> int:
-    """Return how many constant characters of a template the message has in their order, 0 if it begins otherwise."""
+    """Return the number of constant characters of a template that the message matches in order; 0 if the beginnings differ."""
     if not message.startswith(parts[0]):
         return len(message) if parts[0].startswith(message) else 0
     place = shared = len(parts[0])

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_freescale import BalanceOptions, FreeScaleStrategy
 from lightning_freescale.balance import assign
+from lightning_freescale.checkpoint.conversion import read_checkpoint
 from lightning_freescale.command_line.explain import PACKAGE, SECTIONS, find_module, section
 from lightning_freescale.command_line.main import main
 from lightning_freescale.data import read_interactions
@@ -26,6 +27,7 @@ def test_sections_and_modules_exist() -> None:
     ("raises", "heading"),
     [
         (lambda: FreeScaleStrategy(checkpoint="twice"), "Trainer and strategy"),
+        (lambda: read_checkpoint(Path("missing.ckpt")), "Checkpoints"),
         (lambda: assign([1.0, 2.0, 3.0], 2, assignment_mode="none"), "Data module"),
         (lambda: BalanceOptions(padding="sideways"), "Data module"),
         (lambda: read_interactions("missing.csv"), "Interactions and Parquet files"),
