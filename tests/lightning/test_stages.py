@@ -1,4 +1,4 @@
-"""The stages of a strategy's steps, whatever the module does in them; the strategy is as before afterwards."""
+"""The stages of a strategy's steps with modules of many kinds. The strategy is restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which settings the autopilot tries, keeps and undoes, by a clock that the test advances."""
+"""Settings that the autopilot tries, keeps and undoes, with a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Run:
         ]
 
     def resumed(self, settings: dict[str, Any] = BOTH, **changed: Any) -> Run:
-        """Return a run that goes on with the state of this one, of which some items have changed."""
+        """Return a run that resumes with the state of this one, with some items changed."""
         again = Run(self.clock, self.seconds, settings)
         again.schedule.settle(
             self.autopilot.state_dict()["kept"].get("micro_batches", 1)
@@ -156,7 +156,7 @@ def test_it_stops_when_the_target_is_met(clock: Clock, caplog: pytest.LogCapture
         run.train()
     assert run.autopilot.frozen and run.autopilot.state_dict()["kept"] == {"split_backward": True, "micro_batches": 1}
     assert {parts for _, parts in run.seen} == {1}
-    # the bubble before and after, and how much of it is gone
+    # the bubble before and after, and the removed share
     assert all(fact in caplog.text for fact in ("50.0%", "28.6%", "60.0%", "split_backward=True, micro_batches=1"))
 
 
@@ -275,7 +275,7 @@ def test_what_is_quicker_in_too_few_pairs_is_not_better() -> None:
 
 
 def test_batches_of_other_costs_do_not_decide() -> None:
-    """The second one saves 5 % and happens to have the dearer batches."""
+    """Give the second candidate, which saves 5 %, the more expensive batches."""
     draw = random.Random(0)
 
     def steps(saves: float, dearer: float) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What the strategy does with the plan of the steps: the ranks agree on it, and its balance is logged and advised on."""
+"""Plans of steps under the strategy: ranks agree on them, and their balance is logged with advice."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def _advised() -> list[list[tuple[BalanceReport, BalanceReport]]]:
 def test_advice_is_on_the_epochs_own_steps_and_limits() -> None:
     asked, nothing = run_distributed(_advised, 2)
     assert nothing == [[], [], []]
-    for ((told, predicted),), steps in zip(asked, (11, 10, None)):
-        assert steps in (told.steps, None) and predicted.steps == told.steps
-        assert predicted.unbalanced == pytest.approx(told.unbalanced)
-        assert predicted.lower_bound == pytest.approx(told.lower_bound)
-    assert told.tokens_fullest is not None and predicted.tokens_fullest == pytest.approx(told.tokens_fullest)
-    assert predicted.balanced == pytest.approx(told.balanced)
+    for ((report, predicted),), steps in zip(asked, (11, 10, None)):
+        assert steps in (report.steps, None) and predicted.steps == report.steps
+        assert predicted.unbalanced == pytest.approx(report.unbalanced)
+        assert predicted.lower_bound == pytest.approx(report.lower_bound)
+    assert report.tokens_fullest is not None and predicted.tokens_fullest == pytest.approx(report.tokens_fullest)
+    assert predicted.balanced == pytest.approx(report.balanced)
 
 
 def _advised_on_two_modes() -> list[tuple[BalanceReport | None, str]]:

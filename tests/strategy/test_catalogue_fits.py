@@ -191,7 +191,7 @@ def test_two_levels_and_a_resume_inside_a_window(tmp_path: Path) -> None:
 
 
 class OfTorchRec(NextItem):
-    """Tables of an EmbeddingCollection, of which one has the items."""
+    """A module with an EmbeddingCollection. One of its tables has the items."""
 
     def __init__(self) -> None:
         super().__init__("ours")

@@ -181,7 +181,7 @@ def _explain_late() -> tuple[str, float]:
 @pytest.mark.usefixtures("patient")
 def test_the_rank_that_holds_the_store_stays_until_all_have_heard_of_another_one() -> None:
     (first, first_left), (second, second_left), _ = run_distributed(_explain_late, 3)
-    assert all("rank 2 has failed first: KeyError: 'the needle'" in told for told in (first, second))
+    assert all("rank 2 has failed first: KeyError: 'the needle'" in error for error in (first, second))
     assert first_left > second_left - 0.5
 
 

@@ -142,16 +142,16 @@ def test_advice_is_on_what_the_epoch_was_planned_by(tmp_path: Path) -> None:
     """Although the next one goes by fitted costs already; and it knows what a checkpoint's fit knows."""
     (first, resumed), nothing = run_distributed(_advised, 2, str(tmp_path / "end.ckpt"))
     assert nothing == []
-    for told, predicted, _ in (first, resumed):
-        assert predicted.lower_bound == pytest.approx(told.lower_bound, rel=1e-2)
-    told, predicted, base = first
-    assert told.steps == STEPS and predicted.lower_bound == pytest.approx(told.lower_bound)
-    assert predicted.unbalanced == pytest.approx(told.unbalanced, rel=1e-2), "every fifth step was as drawn"
+    for report, predicted, _ in (first, resumed):
+        assert predicted.lower_bound == pytest.approx(report.lower_bound, rel=1e-2)
+    report, predicted, base = first
+    assert report.steps == STEPS and predicted.lower_bound == pytest.approx(report.lower_bound)
+    assert predicted.unbalanced == pytest.approx(report.unbalanced, rel=1e-2), "every fifth step was as drawn"
     assert base == 0 < resumed[2]
 
 
 def test_plans_that_are_not_measured() -> None:
-    """An explicit cost, and calibrate=False: every epoch by the same costs, and nothing is recorded."""
+    """Use an explicit cost, or calibrate=False: all epochs have the same costs, and nothing is recorded."""
 
     def fits() -> list[dict[str, Any]]:
         given: list[dict[str, Any]] = [{"calibrate": False}, {}]
@@ -167,7 +167,7 @@ def test_plans_that_are_not_measured() -> None:
     assert default["seen"][STEPS:] != off["seen"][STEPS:]
     assert default["refits"]
     of_steps = [[sorted(a + b) for a, b in zip(*(rank[run]["seen"] for rank in ranks))] for run in range(len(ranks[0]))]
-    assert of_steps[3] == of_steps[2], "samples of a step stay whatever is fitted"
+    assert of_steps[3] == of_steps[2], "a fit does not change the samples of a step"
 
 
 def test_one_rank_measures_nothing() -> None:
@@ -289,7 +289,7 @@ def _by_the_clock(profile: bool) -> dict[str, Any]:
 @pytest.mark.xdist_group("timing")
 @pytest.mark.parametrize("profile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_wrong_cost_model_is_replaced(profile: bool) -> None:
-    """The plan starts by tokens, the time goes by their squares."""
+    """Start with a plan by tokens, although the time depends on their squares."""
     first, second = run_distributed(_by_the_clock, 2, profile)
     before, after = first["costs"]
     assert before == pytest.approx(_exponential_lengths().lengths) and (after == second["costs"][1]).all()

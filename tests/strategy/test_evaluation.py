@@ -22,7 +22,7 @@ Batch = dict[str, Any]
 
 
 class Uneven(IterableDataset):
-    """Of this rank; ``counts`` are the numbers of batches by rank."""
+    """The data of this rank; ``counts`` are the numbers of batches by rank."""
 
     def __init__(self, *counts: int) -> None:
         self.rank = int(os.environ["RANK"])

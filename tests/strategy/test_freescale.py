@@ -128,7 +128,7 @@ class Dense(Squares):
 
 
 def _in_model() -> Squares:
-    """Its collection sits in one of TorchRec's own models."""
+    """Return a module whose collection is inside one of TorchRec's own models."""
     config = EmbeddingBagConfig(name="bag", num_embeddings=50, embedding_dim=8, feature_names=["history"])
     return Squares(SparseArch(EmbeddingBagCollection(tables=[config])))
 

@@ -75,7 +75,7 @@ def train(deaths: dict[int, tuple[int, int]], seconds: float = 0.0, folder: Path
 
 
 def _assert_as_undisturbed(folder: Path) -> None:
-    """The run ends as one in which no rank dies, to the bit."""
+    """Assert that the run is bitwise equal to one in which no rank dies."""
     other = folder / "undisturbed"
     other.mkdir()
     run_distributed(train, 2, {}, folder=other)
@@ -193,7 +193,7 @@ def _output(script: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(netlab.available() is not None, reason="netlab cannot run here")
 def test_torchrun_on_two_hosts_trains_as_on_one(tmp_path: Path) -> None:
-    """The script of the page on launching, where its reader would save it."""
+    """Run the script of the page on launching, in the folder where a reader would save it."""
     for page in (DOCS / "quick_start.md", DOCS / "how_to" / "launch.md"):
         save_files(page, tmp_path)
     lab = [sys.executable, netlab.__file__, "--hosts", "2", "--rate", "none", "--timeout", "150", "--", "bash", "-ec", ON_HOST]

@@ -78,9 +78,9 @@ def _fit(
     batch_size: int = 8,
     **options: Any,
 ) -> dict[str, Any]:
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -91,7 +91,12 @@ def _fit(
     weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
     found = {"weights": weights, "shapes": model.shapes, "padding": data.train.padding, "planned": data.train.plans_padding}
     found["sorted"] = data.train.resumed_sampler(0, 2, epochs).is_padded(epochs, 0)
-    return {**found, "told": "\n".join(told), "mode": data.train.assignment_mode, "chosen": data.train.micro_batches.chosen}
+    return {
+        **found,
+        "messages": "\n".join(messages),
+        "mode": data.train.assignment_mode,
+        "chosen": data.train.micro_batches.chosen,
+    }
 
 
 def _balance(**options: Any) -> BalanceOptions:
@@ -125,8 +130,12 @@ def test_the_gradient_stays_and_samples_of_a_length_come_together() -> None:
     first, second = (found["from the first step on"]["shapes"] for found in ranks)
     computed = [max(a * b, c * d) for (a, b), (c, d) in zip(first, second)]
     assert sum(computed) < 0.8 * len(computed) * 8 * CAP and max(computed) <= 8 * CAP
-    told = ranks[0]["found out"]["told"]
-    assert "padded to their longest sample" in told and "of the computed tokens" in told and ranks[1]["found out"]["told"] == ""
+    messages = ranks[0]["found out"]["messages"]
+    assert (
+        "padded to their longest sample" in messages
+        and "of the computed tokens" in messages
+        and ranks[1]["found out"]["messages"] == ""
+    )
 
 
 def _others() -> dict[str, dict[str, Any]]:
@@ -153,17 +162,17 @@ def test_other_batches_are_balanced_as_before() -> None:
         assert found["none"]["padding"] == "none" and not found["none"]["planned"] and not found["alike"]["planned"]
         assert (found["auto"]["chosen"], found["settled"]["chosen"]) == (None, 1), "more can help only where batches are padded"
         if rank == 0:
-            told = found["fixed"]["told"]
-            assert f"every batch is padded to {CAP}" in told and "times fewer tokens" in told
-            assert f"every batch is padded to {CAP}" in found["said"]["told"]
-            assert "do not have one length" in found["wrong"]["told"] and found["wrong"]["padding"] == "fixed"
-            assert "padded" not in found["none"]["told"] and "the plan ignores padding" in found["alike"]["told"]
+            messages = found["fixed"]["messages"]
+            assert f"every batch is padded to {CAP}" in messages and "times fewer tokens" in messages
+            assert f"every batch is padded to {CAP}" in found["said"]["messages"]
+            assert "do not have one length" in found["wrong"]["messages"] and found["wrong"]["padding"] == "fixed"
+            assert "padded" not in found["none"]["messages"] and "the plan ignores padding" in found["alike"]["messages"]
         for weight, value in found["none"]["weights"].items():
             torch.testing.assert_close(value, found["drawn"]["weights"][weight], rtol=1e-5, atol=1e-6)
 
 
 DEAR = np.where(np.arange(SAMPLES) % 16 == 0, 5.0, 1.0)
-"""Costs of which equal counts leave the rank with a dear sample above the mean."""
+"""Costs with one expensive sample. With equal counts, its rank is above the mean."""
 
 
 def _with_dear_samples() -> dict[str, dict[str, Any]]:
@@ -190,11 +199,13 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
             for weight, value in found[name]["weights"].items():
                 expected = found["as drawn"]["weights"][weight]
                 torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=f"{name}: {weight}")
-    told = {name: case["told"] for name, case in ranks[0].items()}
-    assert "unequal numbers of samples (assignment_mode='slack')" in told["found out"] and "from step 0 on" in told["said"]
-    assert "the ranks get equal numbers of samples (assignment_mode='fixed')" in told["alike"]
-    assert not any("numbers of samples" in told[name] for name in ("as drawn", "given", "in parts", "unweighted"))
-    assert not any("numbers of samples" in case["told"] for case in ranks[1].values()), "rank 0 alone says it"
+    messages = {name: case["messages"] for name, case in ranks[0].items()}
+    assert (
+        "unequal numbers of samples (assignment_mode='slack')" in messages["found out"] and "from step 0 on" in messages["said"]
+    )
+    assert "the ranks get equal numbers of samples (assignment_mode='fixed')" in messages["alike"]
+    assert not any("numbers of samples" in messages[name] for name in ("as drawn", "given", "in parts", "unweighted"))
+    assert not any("numbers of samples" in case["messages"] for case in ranks[1].values()), "rank 0 alone says it"
 
 
 def _stopped_and_resumed(collate: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -254,7 +265,7 @@ def test_another_strategy_is_refused_as_it_weighs_no_loss() -> None:
 
 @pytest.mark.parametrize(("padding", "mode"), [("none", "slack"), ("batch", "free")])
 def test_a_checkpoint_goes_on_under_another_strategy_as_drawn_for_it(padding: Any, mode: str) -> None:
-    """What was chosen for a strategy that weighs losses is chosen anew, or left out."""
+    """Resume with a strategy that does not weight losses: choices are made again, or left out."""
     plan: dict[str, Any] = {"padded": padding == "batch", "assignment_mode": mode}
     before, data = (FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=_balance()) for _ in range(2))
     before.train.pad_from(0, 3, **plan)

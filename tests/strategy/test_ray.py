@@ -62,7 +62,7 @@ def test_ray_trains_as_without_and_its_checkpoint_is_ordinary(tmp_path: Path) ->
 
 @pytest.mark.third_party
 def test_ray_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of three workers, of which Lightning knows this one's device."""
+    """Two nodes with three workers each. Lightning knows only the device of this worker."""
     train = pytest.importorskip("ray.train")
     from lightning_freescale.strategy.ray import RayFreeScaleStrategy
 

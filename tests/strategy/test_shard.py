@@ -67,7 +67,7 @@ def _everything(strategy: Any = None) -> Any:
     fitting.fit(module, plain_loader(STEPS), plain_loader(2))
     values.append(float(fitting.callback_metrics["val"]))
     values += [_trainer(strategy).test(module, plain_loader(2), verbose=False)[0]["val"], *module.losses]
-    again = _trainer(strategy or FreeScaleStrategy(), max_epochs=1)  # sharded it stays, whatever the next strategy says
+    again = _trainer(strategy or FreeScaleStrategy(), max_epochs=1)  # it stays sharded, with any options of the next strategy
     again.fit(module, plain_loader(STEPS))
     return [*torch.cat(predicted).tolist(), *values, *module.losses], whole_state(again)
 

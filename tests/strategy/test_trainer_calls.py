@@ -1,4 +1,4 @@
-"""What users ask of the Trainer and of Lightning's methods, beside training steps."""
+"""Calls of the Trainer and of Lightning's methods besides training steps."""
 
 from __future__ import annotations
 

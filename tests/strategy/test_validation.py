@@ -283,7 +283,7 @@ def test_the_data_module_refuses_a_trainer_of_pytorch_lightning() -> None:
     ("text", "message"),
     [
         ("NCCL error\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1a000", 'process_group_backend="gloo"'),
-        ("the store is gone", "^the store is gone$"),
+        ("the store has closed", "^the store has closed$"),
     ],
 )
 def test_an_error_of_nccl_on_a_shared_gpu_names_the_fix(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def ema() -> L.Callback:
 
 
 def planned(kind: Any) -> ShardingPlan:
-    """All tables of :class:`Recommender` by one kind of sharding."""
+    """Return a plan with one kind of sharding for all tables of :class:`Recommender`."""
     options = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
     plan = {config.name: kind for config in tables()}
     entry = construct_module_sharding_plan(EmbeddingCollection(tables=tables()), plan, **options)
