@@ -35,8 +35,7 @@ class JointClipping:
     ) -> Tensor:
         """Clip by the 2-norm of all gradients, and return it. ``check`` is called with the norm before.
 
-        Raises:
-            ValueError: the gradients of the tables are not held; the text is ``not_held``.
+        Raise a ValueError with the text ``not_held`` if the gradients of the tables are not held.
         """
         engine = self._step.engine
         if engine is None or not engine.holds_gradients:

@@ -43,10 +43,7 @@ class IdsFunction:
     def __call__(self, batch: Any) -> dict[str, list[KeyedJaggedTensor]]:
         """Return the ids of each lookup by path. The function may leave out collections.
 
-        Raises:
-            Exception: the error of the function, with a note that names the caller.
-            TypeError: the function returns another type, a tensor for a collection, or no tensor for an ``nn.Embedding``.
-            ValueError: it returns an unknown path, or no paths for several collections.
+        A wrong result is a TypeError or ValueError. Errors of the function get a note that names the caller.
         """
         try:
             returned = self.function(batch)

@@ -90,13 +90,10 @@ class TableStep:
         return batch if self.early_copy is None else self.early_copy.take(batch)
 
     def start_batch(self, batch: Any, following: Any, comes_ahead: bool = True, restart: bool = True) -> None:
-        """Record that a step on ``batch`` begins.
+        """Record that a step on ``batch`` begins, as the step gets the batch.
 
-        Args:
-            batch: the batch as the step gets it.
-            following: the next batch as it leaves the loader, or ENDED, or UNKNOWN.
-            comes_ahead: whether the loop knows batches before their step.
-            restart: whether the gradients of earlier batches are zero.
+        ``following`` is the next batch as it leaves the loader, or ENDED, or UNKNOWN. ``comes_ahead`` tells whether the loop
+        knows batches before their step, and ``restart`` whether the gradients of earlier batches are zero.
         """
         self._parts = tuple(batch.batches) if isinstance(batch, MicroBatches) else (batch,)
         self._part, self._following = -1, following
@@ -192,8 +189,7 @@ class TableStep:
     def step_done(self) -> None:
         """Update the tables after an optimizer step, and count the step. Call it also after a step without backward.
 
-        Raises:
-            ValueError: an option has changed since the gradients of the tables were sent.
+        An option that has changed since the gradients of the tables were sent is a ValueError.
         """
         assert self.groups is not None
         if self.engine is not None:

@@ -121,9 +121,8 @@ class Lookup:
 class StepLookups:
     """The lookups of one collection in one step.
 
-    Args:
-        submitted: the lookups submitted ahead; None if nothing was submitted.
-        take: called in backward when gradients arrive. Its argument tells whether gradients of the same rows arrived before.
+    ``submitted`` are the lookups submitted ahead; None if nothing was submitted. ``take`` is called in backward when gradients
+    arrive, with whether gradients of the same rows arrived before.
     """
 
     def __init__(

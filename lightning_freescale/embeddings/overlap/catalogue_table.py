@@ -53,10 +53,7 @@ class CatalogueTable:
     def __call__(self) -> Tensor | CatalogueShard:
         """Return this rank's rows for a loss of the current step, or a copy of the table under ``no_grad``. Collective.
 
-        The rows have all updates of earlier steps.
-
-        Raises:
-            ValueError: it is called outside of a training step with gradients enabled, or the plan splits columns.
+        The rows have all updates of earlier steps. Other uses outside of a step, and split columns, are a ValueError.
         """
         key = self.table.key
         if not self.has_whole_rows:

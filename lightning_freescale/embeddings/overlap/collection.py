@@ -221,8 +221,7 @@ class OverlappedCollection:
     def evaluated(self, job: Future[Any]) -> tuple[list[int], Tensor]:
         """Return the numbers of the modules that the ranks look up, and the rows of this rank's lookup, shape ``[ids, dim]``.
 
-        Raises:
-            ValueError: the ids of any rank are wrong. It is raised on every rank, and lookups can go on.
+        An error in the ids of any rank is raised on every rank. Later lookups are possible.
         """
         modules, rows, places, error = self._worker.wait(job)
         if error is not None:

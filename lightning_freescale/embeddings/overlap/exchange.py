@@ -134,11 +134,9 @@ class ExchangeStep:
     # -- the jobs, in their order
 
     def announce(self, final: bool = False, early: bool = False) -> Future[Any]:
-        """Submit the lookups of this rank and the next ids, once.
+        """Submit the lookups of this rank and the next ids, once; ``final`` if the next ids will not be known later.
 
-        Args:
-            final: the next ids will not be known later.
-            early: before the first lookup, announce the submitted lookups; otherwise announce that none will follow.
+        Before the first lookup, ``early`` announces the submitted lookups; otherwise none are announced.
         """
         if self.announced is None:
             made = self.lookups.made

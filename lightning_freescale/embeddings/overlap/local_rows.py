@@ -211,11 +211,7 @@ class LocalRows:
         return int(self.layout.first_row[self.rank, table])
 
     def weight(self, table: int) -> Tensor:
-        """Return a live view of all rows of a table that this rank owns, shape ``[rows, dim]``.
-
-        Raises:
-            ValueError: the newest values may be in a cache of the GPU.
-        """
+        """Return a live view of a table's rows on this rank, shape ``[rows, dim]``. Raise if a GPU cache may be newer."""
         if table in self._cached:
             name = self.layout.tables[table].name
             raise ValueError(f"All rows of table {name!r} are needed, but it is cached on the GPU. Plan it in GPU memory.")

@@ -53,11 +53,7 @@ class Nodes:
 
 
 def nodes_with_proxies(exchange: str, nodes: Nodes | None, dedup: bool) -> Nodes | None:
-    """Return the nodes if ``exchange`` is ``"two_level"``, or None if it is ``"flat"``.
-
-    Raises:
-        ValueError: the arguments of the engine do not fit together, or proxies would save nothing.
-    """
+    """Return the nodes for ``"two_level"`` and None for ``"flat"``. Raise a ValueError if the arguments do not fit together."""
     if exchange not in ("flat", "two_level"):
         raise ValueError(f"exchange={exchange!r} is unknown. Pass 'flat' or 'two_level'.")
     if exchange == "flat":
@@ -86,11 +82,7 @@ class ProxyGroups:
 
     @classmethod
     def connect(cls, nodes: Nodes, path: str, transport: str, timeout: timedelta | None, take_turns: bool) -> ProxyGroups:
-        """Create the groups of all nodes in the same order on every rank, and connect this rank's. Collective.
-
-        Raises:
-            ValueError: NCCL moves the rows, and several collections would have to ``take_turns`` within some of the ranks.
-        """
+        """Create the groups of all nodes in the same order on every rank, and connect this rank's. Collective."""
         ranks, mine = range(nodes.ranks), []
         near = [list(ranks[node * nodes.each : (node + 1) * nodes.each]) for node in range(nodes.count)]
         far = [list(ranks[place :: nodes.each]) for place in range(nodes.each)]

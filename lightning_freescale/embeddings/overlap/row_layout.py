@@ -44,10 +44,7 @@ class RowLayout:
     ) -> RowLayout:
         """Return the layout of a collection whose tables are one result of :func:`parts_by_width`.
 
-        ``plan`` and ``orders`` are indexed by table name.
-
-        Raises:
-            ValueError: the rows of a table are not in equal blocks, or a rank owns too many rows.
+        ``plan`` and ``orders`` are indexed by table name. Rows that are not in equal blocks, or too many, are a ValueError.
         """
         first_owner, blocks = zip(*(_blocks(table, plan[table.name]) for table in collection.tables))
         counts = torch.zeros(ranks, len(collection.tables), dtype=torch.int64)

@@ -39,11 +39,7 @@ class RowRequest:
 
     @classmethod
     def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
-        """Return the request for the ids of all lookups of a batch.
-
-        Raises:
-            ValueError: an id has no row, the ids are not integers, or a feature is missing.
-        """
+        """Return the request for the ids of all lookups of a batch. Raise a ValueError for wrong ids or a missing feature."""
         if not lookups:
             return cls.empty(layout, dedup)
         ids = [_checked_ids(features, layout) for features in lookups]

@@ -37,9 +37,6 @@ class LaunchOrder:
 
     All-reduces of DistributedDataParallel and exchanges of TorchRec's own modules are launched by torch and take no turns. They
     start beside these exchanges, whose communicators use few of the device's multiprocessors.
-
-    Args:
-        timeout: how long an exchange waits for those before it.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -54,11 +51,7 @@ class LaunchOrder:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Enter the context in which to launch, after the exchanges with lower numbers.
-
-        Raises:
-            RuntimeError: one of these failed, or was not launched in time.
-        """
+        """Enter the context in which to launch, after the exchanges with lower numbers. Raise if one fails or is late."""
         with self._changed:
             seconds = self._timeout.total_seconds()
             if not self._changed.wait_for(lambda: self._failure or self._launched == number, seconds):
@@ -80,11 +73,7 @@ class LaunchOrder:
 
 
 def refuse_one_queue() -> None:
-    """Refuse an environment in which work on one stream waits for work on another.
-
-    Raises:
-        ValueError: the environment gives the device one queue.
-    """
+    """Raise a ValueError if the environment gives the device one queue, in which work on one stream waits for others."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue. An overlapped exchange and DDP's all-reduce may wait "
@@ -246,10 +235,9 @@ class ExchangeWorker(WorkerThread):
         return super().submit(self._run_in_order, issued, job, *args)
 
     def wait(self, future: Future[Any]) -> Any:
-        """Wait for a job and return its result. On CUDA, the current stream waits for the work that the job has queued.
+        """Wait for a job and return its result, or raise the first error of a job.
 
-        Raises:
-            Exception: the error of the job, or of one before it.
+        On CUDA, the current stream waits for the work that the job has queued.
         """
         done: _JobDone = future.result()
         if self._stream is not None:
