@@ -33,17 +33,10 @@ class TableStep:
         step.step_done()                               # after optimizer.step()
 
     A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
-    training, only :meth:`drain`, :meth:`writing` and the engine are used.
-
-    Args:
-        tables: the sharded tables of the module.
-        engine: exchanges their rows; None if TorchRec does.
-        groups: maps the optimizer's parameter groups to tables; None outside of training.
-        lookahead: finds the ids of the next batch; None if no exchange is overlapped.
-        early_copy: copies the next batch to the device; None if it must not be copied early.
-        timeline: records waits for rows.
-        split_backward: whether backward computes the gradients of the dense weights last; it may change between steps.
-        split_windows: whether the weight gradients of all micro-batches of a step wait for the last one.
+    training, only :meth:`drain`, :meth:`writing` and the engine are used, and ``groups`` is None. ``engine`` is None if
+    TorchRec exchanges rows, and ``lookahead`` if no exchange is overlapped. With ``split_backward``, which may change between
+    steps, backward computes the gradients of the dense weights last; with ``split_windows``, those of all micro-batches of a
+    step.
     """
 
     def __init__(
@@ -64,6 +57,7 @@ class TableStep:
         self.overlapped = frozenset() if engine is None else frozenset(engine.modules)
         self.plain = [collection for collection, _ in tables.modules if collection.path not in self.overlapped]
         self.update_due = False  # whether a backward was computed whose optimizer step has yet to follow
+        self.looks_ahead = lookahead is not None  # whether the next rows are fetched while the current batch computes
         self._lookahead, self._timeline = lookahead, timeline or Timeline()
         self._window = WindowGradients() if split_windows else None
         self._settings: Mapping[str, UpdateSettings] = {}  # settings of the tables' update in the current step
@@ -202,11 +196,6 @@ class TableStep:
         self.update_due = False
 
     # -- between steps
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the rows of the next batch are fetched while the current batch computes."""
-        return self._lookahead is not None
 
     def give_up_lookahead(self, reason: str) -> None:
         if self._lookahead is not None:

@@ -47,6 +47,7 @@ class CatalogueTable:
         self.table, self._part, self._look_up, self._number, self._tables = table, part, look_up, number, tables
         self._features = features
         self.index = next(i for i, each in enumerate(part.local.layout.tables) if each.name == table.name)
+        self.has_whole_rows = part.local.layout.tables[self.index].dim == table.dim  # whether no row is split between ranks
         self.copied: Tensor | None = None
         self.most_positions: list[int] = []  # of every rank in the largest loss over all rows
 
@@ -96,17 +97,8 @@ class CatalogueTable:
         return self._part.local.weight(self.index)
 
     @property
-    def rank(self) -> int:
-        return self._tables.group.rank()
-
-    @property
     def in_step(self) -> bool:
         return self._part.step.open
-
-    @property
-    def has_whole_rows(self) -> bool:
-        """Whether no row is split between ranks."""
-        return self._part.local.layout.tables[self.index].dim == self.table.dim
 
     @property
     def trains(self) -> bool:
@@ -194,7 +186,7 @@ class RankPositions:
     """The positions of all ranks in one call of a loss; see :class:`.Positions`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
-        self._group, self._device, self._count = group, device, count
+        self._group, self._device, self._count, self.rank = group, device, count, group.rank()
         counts = torch.empty(group.size(), 1, dtype=torch.int64, device=device)
         dist.all_gather(list(counts), torch.tensor([count], device=device), group=group)
         self.counts: list[int] = counts[:, 0].tolist()
@@ -258,7 +250,7 @@ def ranks_over_shards(table: CatalogueTable, samples: RankedSamples) -> Tensor:
     every, wanted, limits = positions.gather(samples.hidden.float(), samples.targets, of_items)
     samples_seen, columns = (samples.seen >= 0).nonzero(as_tuple=True)
     pairs = table.positions(len(columns))
-    before = sum(positions.counts[: table.rank])
+    before = sum(positions.counts[: positions.rank])
     seen, seen_by = pairs.gather(samples.seen[samples_seen, columns], samples_seen + before)
     places, seen_places = table.places(wanted), table.places(seen)
     seen, seen_by = seen_places[seen_places >= 0], seen_by[seen_places >= 0]

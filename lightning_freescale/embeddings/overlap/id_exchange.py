@@ -59,11 +59,7 @@ class PartLayout:
         self.starts = [*accumulate((head + count for head, count in zip(heads, rows)), initial=0)]
         self.first_rows = [start + head for start, head in zip(self.starts, heads)]
         self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]  # in floats
-        self._dim = dim
-
-    @property
-    def length(self) -> int:
-        return self.starts[-1]
+        self.length, self._dim = self.starts[-1], dim
 
     def words(self, offset: int = 0) -> list[int]:
         """Return the start of each part plus ``offset``, in words of 4 bytes."""
@@ -184,17 +180,11 @@ class IdExchange:
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Send every rank the head, the requested rows and gradients. Collective.
 
-        Args:
-            sent: the ids.
-            updates: whether an optimizer step follows the current batch.
-            lookup: the lookups of the model in the current batch.
-            given: the rows of a batch whose gradients are included.
-            gradients: the gradients of all its requested rows, shape ``[rows, dim]``.
-            other_ids: the number of rows requested from each rank for the current batch; None for no rows.
+        ``given`` are the rows of a batch whose gradients are included, and ``gradients`` those of all its requested rows, shape
+        ``[rows, dim]``. ``other_ids`` are the numbers of rows requested from each rank for the current batch.
 
-        Returns:
-            The heads of all ranks, the rows they request, and the received gradients, shape ``[len(given.incoming), dim]``.
-            The gradients of a rank that sends none are undefined.
+        Return the heads of all ranks, the rows they request, and the received gradients, shape ``[len(given.incoming), dim]``.
+        The gradients of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, moves = max(sent.request.sizes), int(sent.moves)
