@@ -51,7 +51,7 @@ def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor
 
 
 class PartLayout:
-    """The positions of the parts of a message of ``rows`` after ``preambles`` of some bytes, by rank."""
+    """The positions of the parts of a message. The part of a rank is a preamble of bytes, followed by rows."""
 
     def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
         heads = [-(-size // (4 * dim)) for size in preambles]
