@@ -25,12 +25,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 38_100,
-    "files": 214,
-    "lines of the longest file": 394,
+    "lines": 35_800,
+    "files": 198,
+    "lines of the longest file": 390,
     "modules at the top level": 6,
     "options": 41,
-    "words and beginnings to avoid": 175,
+    "words and beginnings to avoid": 0,
 }
 OPTIONS: dict[type, list[str]] = {
     FreeScaleStrategy: [
