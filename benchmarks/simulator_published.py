@@ -182,7 +182,7 @@ def _freescale() -> dict[str, float]:
         "ours": Techniques(balance=True, overlap=True, dedup=True, sm_free=True, split_backward=True, micro_batches=4),
     }
     figures: dict[str, float] = {}
-    print("FreeScale's set-up: bubble, of it gone, speed-up, limit; predicted, by its zig-zag and by ours, and claimed")
+    print("FreeScale's set-up: bubble, removed share, speed-up, limit; predicted, by its zig-zag and by ours, and claimed")
     for ranks, claimed in ((64, 0.63), (128, 0.82), (256, 0.903)):
         plain, theirs = simulate(
             lengths, ranks, load, network, assignment_mode="zigzag", variants={"theirs": variants["theirs"]}

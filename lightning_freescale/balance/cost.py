@@ -166,7 +166,7 @@ def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floa
 def fit_coefficients(sums: Floats, seconds: Floats) -> tuple[float, Floats]:
     """Return the seconds of a step without samples, and the coefficients of ``sums``, shape ``[observations, coefficients]``.
 
-    The first column of ``sums`` holds the numbers of samples.
+    The first column of ``sums`` holds the numbers of samples, or costs that are summed.
     """
     columns = np.column_stack([np.ones(len(sums)), sums])
     # equal counts cannot separate a cost per sample from a cost per step

@@ -229,13 +229,13 @@ class DeferredTensors(Deferral):
 
     def serve(self) -> None:
         """Send the values that rank 0 requests until it calls :meth:`finish`; raise a RuntimeError if it has failed."""
-        while (number := self._broadcast(0)) >= 0:
+        while (number := int(self._broadcast(0))) >= 0:
             self._sources[number].gather(self._tensors[number].key)
         if number == _FAILED:
             raise RuntimeError("rank 0 could not write the checkpoint. See the error on rank 0 for the reason.")
 
-    def _broadcast(self, number: int) -> int:
-        """Return the number that rank 0 passes."""
+    def _broadcast(self, number: int) -> Tensor:
+        """Return the number that rank 0 passes. Rank 0 does not wait for it: another rank may have failed."""
         message = torch.tensor([number], device=self._device)
         dist.broadcast(message, src=0)
-        return int(message)
+        return message

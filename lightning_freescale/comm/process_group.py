@@ -191,7 +191,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
         native = self._native("allreduce", tensors, *given, **kwargs)
-        work = FinishedWork(native, [first], partial(first.div_, self.size(), rounding_mode="trunc"))
+        work = FinishedWork(native, [first], lambda: first.copy_(torch.div(first, self.size(), rounding_mode="trunc")))
         opts.reduceOp = dist.ReduceOp.AVG
         if not opts.asyncOp:
             work.wait()

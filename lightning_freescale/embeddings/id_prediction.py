@@ -165,8 +165,8 @@ class KJTSnapshot:
     def matches(self, passed: KeyedJaggedTensor) -> bool:
         """Return whether ``passed`` has the same features, lengths, ids and weights in the same order.
 
-        On CUDA tensors with the same memory need no comparison. Otherwise the host waits for the comparison. The result is
-        False if the original tensors were changed in place.
+        On CUDA, tensors with the same memory need no comparison. The result is False if the originals were changed in place.
+        Otherwise the host waits for the comparison.
         """
         return self._count_writes() == self._writes and self._parts.same(_FeatureTensors(passed))
 

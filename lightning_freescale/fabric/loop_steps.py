@@ -73,8 +73,7 @@ class LoopSteps:
         if plain := [collection.path for collection in self.step.plain]:
             raise ValueError(
                 f"fabric.no_backward_sync(model): collections {plain} are updated during backward, so their gradients cannot "
-                "be accumulated. Gradients accumulate only with exchange='flat' and tables sharded by rows or whole. Use a "
-                "larger batch"
+                "be accumulated. Gradients accumulate only if the exchange is overlapped. Use a larger batch"
             )
         outer, self._accumulating = self._accumulating, True
         try:

@@ -89,8 +89,8 @@ def catalogue_ranks(
 def _check(shape: torch.Size, targets: Tensor, seen: Tensor | None) -> None:
     if len(shape) != 2 or targets.shape != shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
-            f"got targets of shape {list(targets.shape)} and dtype {targets.dtype} for scores of shape {list(shape)}. Pass "
-            "scores of shape [samples, items] and one int64 target per sample."
+            f"targets of shape {list(targets.shape)} and dtype {targets.dtype} have no ranks in scores of shape {list(shape)}. "
+            "Pass scores of shape [samples, items] and one int64 target per sample."
         )
     if seen is not None and (seen.dim() != 2 or len(seen) != shape[0] or seen.dtype != torch.int64):
         raise ValueError(

@@ -162,7 +162,7 @@ class Network:
             now += span
             end[done] = now
             alive &= ~done
-        finish = arrival.copy() if len(source) else np.full(ranks, arrival.max() + fixed)
+        finish = arrival.astype(np.float64) if len(source) else np.full(ranks, arrival.max() + fixed)
         np.maximum.at(finish, source, end)
         np.maximum.at(finish, target, end)
         return finish

@@ -148,7 +148,7 @@ class _Ranks:
 
 
 class _Ways(NamedTuple):
-    """All ways to choose some samples of a rank."""
+    """Ways to choose some samples of a rank."""
 
     cost: Ints  # summed cost, sorted, shape [ways]
     places: Ints  # positions among the samples of the rank, shape [many, ways]

@@ -184,7 +184,7 @@ class _Link:
             elif its_kind != kind:
                 text = f"{its_rank} sends {DTYPES[its_kind]}, this rank expects {DTYPES[kind]}: pass one dtype on every rank"
             else:
-                text = f"{its_rank} sends {length} bytes, and its slot holds {slot}: pass a longer slot in gets"
+                text = f"{its_rank} sends {length} bytes, and its slot on this rank holds {slot}: pass a longer slot in gets"
             raise dist.DistBackendError(text)
         parts.lengths[self.peer] = length
         if 0 < length <= self._short_bytes:
@@ -207,7 +207,8 @@ def exchange_with_sizes(
     came = _exchange_sizes(group, gives, send.device)
     for rank, (size, slot) in enumerate(zip(came, gets)):
         if size > slot:
-            raise dist.DistBackendError(f"rank {rank} sends {size} elements, and its slot holds {slot}: pass a longer slot")
+            text = f"rank {rank} sends {size} elements, and its slot on this rank holds {slot}: pass a longer slot"
+            raise dist.DistBackendError(text)
     parts = torch.empty(sum(came), dtype=received.dtype, device=received.device)
     dist.all_to_all_single(parts, send, came, list(gives), group=group)
     for start, part in zip(accumulate(gets, initial=0), parts.split(came)):

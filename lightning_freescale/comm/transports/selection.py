@@ -26,7 +26,7 @@ _SAME_ON_ALL_RANKS = ("transport", "chunk_bytes", "priority")
 
 
 class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
-    """A transport is not available on this hardware. The message states the reason and an alternative."""
+    """A transport is not available with this hardware and software. The message states the reason and an alternative."""
 
 
 def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:

@@ -119,7 +119,7 @@ class DirectRoute:
 
         ``awaited`` marks the incoming rows of ``following`` that are updated before it. ``urgent`` marks the incoming rows of
         ``current`` that ``following`` needs, and is None if no update follows. Return the rows of ``following``, and the urgent
-        and the patient rows of ``current``.
+        and the patient rows of ``current``, or None if no update follows.
         """
         request, mine, here = following.request, current.request.sizes, current.incoming.sizes
         have = RowsToFlag(following.incoming.rows, awaited, following.incoming.sizes, urgent, here)

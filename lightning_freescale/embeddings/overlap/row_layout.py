@@ -19,7 +19,7 @@ class RowLayout:
 
     One sorted list of numbers encodes owner, table and row, and ``unique`` returns rows in the order in which they are sent.
     Row-wise and table-wise tables share one implementation. If requests go through proxies, the owners that share a proxy are
-    adjacent: the first rank of every node, then every second rank.
+    adjacent: the first ranks of all nodes, then the second ranks.
     """
 
     tables: tuple[Table, ...]  # tables, or parts of tables that a plan splits by columns; all of one width
