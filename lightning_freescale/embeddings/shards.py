@@ -35,6 +35,11 @@ class Shard:
     columns: slice  # columns of the table
     order: RowOrder  # order of the table's rows
 
+    @property
+    def ids(self) -> Tensor:
+        """The ids of the rows, in the order of ``weight``: int64 of shape ``[rows]``."""
+        return self.order.ids(self.rows.start, self.rows.stop)
+
     def read(self, whole: Tensor, into: Tensor) -> None:
         """Copy this part of a whole table, or of a row-wise state ``[rows, 1]``, into ``weight`` or an entry of ``state``."""
         self.order.read(whole[(slice(None), *self.place_in(whole.shape)[1:])], self.rows.start, into)

@@ -25,7 +25,7 @@ from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.sharding import TableSharding
-from lightning_freescale.embeddings.shards import Shard, ShardedTables
+from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
 
 FEATURES, OTHER_ORDER = ["a", "b", "shared"], ["shared", "other", "a", "b"]
@@ -49,10 +49,6 @@ class Module(nn.Module):
     def weights(self) -> dict[str, nn.Parameter]:
         held = getattr(self.tables, "embeddings", None) or self.tables.embedding_bags
         return {name: held[name].weight for name in TABLES}
-
-
-def _ids(held: Shard) -> Tensor:
-    return held.order.ids(held.rows.start, held.rows.stop)
 
 
 def shard(module: Module, kinds: dict[str, Any], pooled: bool, placement: Any = "hash") -> ShardedTables:
@@ -112,10 +108,10 @@ def _lookup(pooled: bool, dtype: torch.dtype, order: list[str], overlap: bool) -
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         dist.all_reduce(gradient)
         weight.data -= gradient / dist.get_world_size()
-    expected |= {f"table {each.table.name}": plain.weights()[each.table.name][_ids(each)] for each in tables.shards()}
+    expected |= {f"table {each.table.name}": plain.weights()[each.table.name][each.ids] for each in tables.shards()}
     found |= {f"table {each.table.name}": each.weight for each in tables.shards()}
     wrong = [name for name, part in expected.items() if not torch.allclose(found[name], part, rtol=1e-5, atol=1e-6)]
-    held = {each.table.name: _ids(each).tolist() for each in tables.shards()}
+    held = {each.table.name: each.ids.tolist() for each in tables.shards()}
     blocks = [name for name in held.keys() - {"whole"} if held[name] == list(range(min(held[name]), max(held[name]) + 1))]
     wrong += [f"{name} is a block of rows" for name in blocks] + ["whole"] * (("whole" in held) != (dist.get_rank() == 1))
     return wrong + ["ids of the caller"] * (not torch.equal(before, ids.values()))
@@ -163,7 +159,7 @@ def test_a_plain_state_dict_loads_into_the_sharded_module() -> None:
 
 def _held(kinds: dict[str, Any]) -> list[dict[str, list[int]]]:
     return [
-        {each.table.name: _ids(each).tolist() for each in shard(Module(pooled=True), kinds, True, placement).shards()}
+        {each.table.name: each.ids.tolist() for each in shard(Module(pooled=True), kinds, True, placement).shards()}
         for placement in ("hash", "blocks")
     ]
 

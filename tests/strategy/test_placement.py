@@ -40,9 +40,8 @@ class Model(CountingModel):
         super().on_train_end()
         self.statistics["val"] = float(self.trainer.callback_metrics.get("val", 0.0))
         if isinstance(self.trainer.strategy, FreeScaleStrategy):
-            shards = self.trainer.strategy.tables.shards()
             self.statistics["ids"] = {
-                held.table.name: held.order.ids(held.rows.start, held.rows.stop)[:3].tolist() for held in shards
+                shard.table.name: shard.ids[:3].tolist() for shard in self.trainer.strategy.tables.shards()
             }
 
 
