@@ -64,7 +64,7 @@ class BubbleProfiler(Callback):
         verbose: None shows the bubble of the last ``every_n_steps`` steps beside the progress bar. At the end, it prints the
             verdict, the table of the ranks and the path of the full report, and logs the verdict if Lightning's log also has a
             destination other than the terminal. True also prints all other figures and the paths of all files. False prints
-            and logs nothing.
+            no report and no verdict. Loggers receive the same values in each case.
 
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 after training; None before, and on the other

@@ -64,7 +64,7 @@ def find_module(message: str) -> str | None:
         for parts in _templates(path)
     )
     length, module = max(found, key=lambda one: one[0])
-    return module if length >= min(LEAST, len(message)) else None
+    return module if message and length >= min(LEAST, len(message)) else None
 
 
 def section(module: str) -> str:

@@ -57,7 +57,7 @@ class MapStyleData(SampleCosts):
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
                 "BalanceOptions(padding='batch') assigns samples by length. It cannot be combined with batch_tokens=, "
-                "balance=False and assignment_mode='zigzag'. Remove them"
+                "balance=False or assignment_mode='zigzag'. Remove them"
             )
         weighs = reduction != "unweighted"
         self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if self._chooses and weighs else {}

@@ -41,7 +41,7 @@ class BalanceOptions:
             - ``"none"``: batches are jagged.
             - ``"fixed"``: all batches are padded to the same length, so that equal counts are balanced.
             - ``"batch"``: each batch or micro-batch is padded to its longest sample. A rank costs its number of samples times
-              the cost of the most expensive one, so samples of similar length are assigned to the same rank. Counts are
+              the cost of the most expensive one, so samples of similar length are assigned to the same rank. Counts may be
               unequal unless ``assignment_mode`` is given or ``loss_reduction="unweighted"``. No rank has more tokens,
               including padding, than the fullest rank as drawn.
 

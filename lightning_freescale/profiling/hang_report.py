@@ -204,8 +204,9 @@ def _about(exchange: Mapping[str, Any], ranks: Sequence[State]) -> Iterator[str]
         each = ", ".join(f"{in_words(those)} call{'s'[: len(those) == 1]} {name}" for name, those in names.items())
         yield f"the ranks call different exchanges ({at}), so none of these can end: {each}"
     if missing:
-        stages = {rank["rank"]: _state_of(rank) for rank in ranks if rank["rank"] in missing}
-        where = "; ".join(f"{in_words(those)} {'is' if len(those) == 1 else 'are'} in {stage}" for stage, those in _by(stages))
+        ended, others = "past the end of its training", [rank for rank in ranks if rank["rank"] in missing]
+        stages = {rank["rank"]: ended if "ended" in rank else f"in {_state_of(rank)}" for rank in others}
+        where = "; ".join(f"{in_words(those)} {'is' if len(those) == 1 else 'are'} {stage}" for stage, those in _by(stages))
         has = "has" if len(missing) == 1 else "have"
         yield f"{in_words(missing)} {has} not reached {name} ({at}), where {wait}: {where}"
     if unknown:

@@ -68,7 +68,7 @@ class CheckpointFiles:
         """Write a checkpoint if its tables are deferred, and return whether they are. Collective.
 
         ``parameters`` are this rank's dense and sharded parameters. An error of the previous write in the background is raised
-        here. If rank 0 cannot write a file, it raises an OSError, and the other ranks a RuntimeError.
+        here. A rank that cannot write a file raises an OSError, and the other ranks a RuntimeError.
         """
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training

@@ -142,9 +142,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         try:
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_unsupported(trainer)
-        except ValueError:
-            if collections_of(self.lightning_module, self.shard):  # a module without collections trains as with "ddp"
-                raise
+        except ValueError as error:
+            try:
+                found = collections_of(self.lightning_module, self.shard)
+            except ValueError:
+                return  # configure_model may create the tables; the set-up checks again
+            if found:  # a module without collections trains as with "ddp"
+                raise error from None
 
     @override
     def setup_environment(self) -> None:

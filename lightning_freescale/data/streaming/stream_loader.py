@@ -42,7 +42,8 @@ class BalancedStreamLoader:
         dataset: stream of this rank; see :class:`~lightning_freescale.data.streaming.reader.StreamSource` on workers and
             resuming.
         batch_size: samples per rank and step.
-        cost_fn: predicted compute time of a sample, in any unit. It is called once per sample, on the rank that reads it.
+        cost_fn: predicted compute time of a sample, in any unit. It is called once per sample that a rank
+            reads, and again for samples that a resumed run reads again.
         weight_fn: weight of a sample in the mean loss, called like ``cost_fn``. By default, every sample weighs 1.
         loss_is_sum: whether the loss of a rank is a sum over its samples instead of a mean.
         rank: this rank.

@@ -267,7 +267,7 @@ class Autopilot:
         if self._target is not None:
             before, after = found.bubble(), found.bubble(chosen)
             text += (
-                f"; the bubble fell from {before:.1%} to {after:.1%}; {progress.reduction:.1%} of the initial bubble is removed"
+                f"; bubble {before:.1%} before, {after:.1%} now; {progress.reduction:.1%} of the time lost initially is removed"
             )
             scalars |= {"freescale/autopilot/bubble_before": before, "freescale/autopilot/bubble_after": after}
             scalars |= {"freescale/autopilot/reduction": progress.reduction}
