@@ -245,7 +245,10 @@ def _dies_with_a_message_half_sent() -> Outcome:
 
 
 def test_a_rank_killed_with_a_message_half_sent_has_disconnected(survivors: Survivors) -> None:
-    seen = survivors(_dies_with_a_message_half_sent, 2)[0]
+    for _ in range(5):
+        seen = survivors(_dies_with_a_message_half_sent, 2)[0]
+        if seen.kind:  # otherwise the whole message arrived, because rank 1 was preempted before it died
+            break
     assert seen.kind == "DistBackendError" and seen.text.startswith("rank 1 has disconnected") and seen.seconds < SOON
 
 
