@@ -137,7 +137,7 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
         "  on the machine affect. at equal compute: speed-up by the bubbles alone, without the compute that a technique adds,",
         "  such as a split backward.",
         f"imbalance of compute (max / mean): predicted {plan.unbalanced:.3f} as drawn, {plan.balanced:.3f} balanced,",
-        f"  no assignment gets below {plan.lower_bound:.3f}, by {plan.costs};",
+        f"  no assignment gets below {plan.lower_bound:.3f}, by the costs of the plans;",
         f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",
         *_nothing(list(runs), reports),
         f"in all {removed:.0%} of a bubble of {plain.bubble:.1%} is removed: {_equal(plain, last):.2f}x at equal compute "
