@@ -23,7 +23,13 @@ from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
-from lightning_freescale.embeddings.overlap.transport import FAREWELL, ExchangeObserver, ExchangeWorker, LaunchOrder, Transport
+from lightning_freescale.embeddings.overlap.transport import (
+    FAREWELL,
+    ExchangeObserver,
+    ExchangeWorker,
+    LaunchOrder,
+    RowTransport,
+)
 
 
 class OverlappedCollection:
@@ -56,12 +62,12 @@ class OverlappedCollection:
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
         shared = (local.dim, local.layout.device, self.statistics, order)
-        self._transport = Transport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
+        self._transport = RowTransport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
         self._groups, self._transports = [group], [self._transport]
         route: Route = DirectRoute(self._transport, local, RowRequest.empty(local.layout, dedup))
         if nodes is not None and proxies is not None:
             between = [node != proxies.far.rank() for node in range(nodes.count)]
-            hops = Transport(proxies.near, *shared), Transport(proxies.far, *shared, between)
+            hops = RowTransport(proxies.near, *shared), RowTransport(proxies.far, *shared, between)
             self._groups, self._transports = [group, proxies.near, proxies.far], [self._transport, *hops]
             route = ProxyRoute(*hops, local, route.no_rows)
         # one thread and one process group per collection: they do everything that affects its rows

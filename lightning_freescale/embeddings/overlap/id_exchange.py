@@ -20,7 +20,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.overlap.batch_state import SomeRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 _FEW_RANKS = 32
 """Up to this number of ranks, a slice per rank is faster than an index of all numbers."""
@@ -161,7 +161,7 @@ def heads_travel_apart(device: torch.device) -> bool:
 class IdExchange:
     """Sends ``[head | rows by slot | ids | gradients]`` to every owner, with ``slots`` as in :class:`.RowRequest`."""
 
-    def __init__(self, transport: Transport, slots: int) -> None:
+    def __init__(self, transport: RowTransport, slots: int) -> None:
         self._transport, self._slots = transport, slots
         self._apart = heads_travel_apart(transport.device)
         self._preamble = 0 if self._apart else len(Head._fields) + slots  # of the message with the ids

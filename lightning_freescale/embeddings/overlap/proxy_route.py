@@ -27,7 +27,7 @@ from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange,
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import RowsToFlag, exchange_flagged
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
-from lightning_freescale.embeddings.overlap.transport import Transport, new_group
+from lightning_freescale.embeddings.overlap.transport import RowTransport, new_group
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ _WORDS = len(Head._fields)
 class ProxyRoute:
     """Implements the methods of :class:`.DirectRoute` with the hops ``near`` and ``far``."""
 
-    def __init__(self, near: Transport, far: Transport, local: LocalRows, no_rows: RowRequest) -> None:
+    def __init__(self, near: RowTransport, far: RowTransport, local: LocalRows, no_rows: RowRequest) -> None:
         self._near, self._far, self._local, self.no_rows = near, far, local, no_rows
         self._near_ids, self._far_ids = IdExchange(near, far.ranks), IdExchange(far, near.ranks * _WORDS)
         layout, first = local.layout, near.rank * far.ranks

@@ -12,7 +12,7 @@ from lightning_freescale.embeddings.overlap.batch_state import BatchRows, Reques
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FlaggedRows:
 
 
 def exchange_flagged(
-    transport: Transport, read: Callable[[Tensor], Tensor], have: RowsToFlag, asks: list[int], needs: list[int]
+    transport: RowTransport, read: Callable[[Tensor], Tensor], have: RowsToFlag, asks: list[int], needs: list[int]
 ) -> FlaggedRows:
     """Exchange ``[flags of the next batch, of the current | rows]``. Collective.
 
@@ -88,7 +88,7 @@ class DirectRoute:
     :class:`.ProxyRoute` has the same methods. Methods that send anything are collective.
     """
 
-    def __init__(self, transport: Transport, local: LocalRows, no_rows: RowRequest) -> None:
+    def __init__(self, transport: RowTransport, local: LocalRows, no_rows: RowRequest) -> None:
         self._transport, self._local, self.no_rows = transport, local, no_rows
         self._ids = IdExchange(transport, no_rows.slots.shape[1])
         self.exchange_ids = self._ids.exchange

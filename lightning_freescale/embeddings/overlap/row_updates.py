@@ -12,7 +12,7 @@ from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Batch, SomeRows
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows, add_up
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 COUNTED_EVERY = 8
 """Collisions are counted in one step of this many, because counting distinct rows takes time."""
@@ -122,7 +122,7 @@ class RowUpdates:
 
     # -- clipping of gradients that are held
 
-    def sum_squares(self, transport: Transport, settings: Sequence[UpdateSettings]) -> Tensor:
+    def sum_squares(self, transport: RowTransport, settings: Sequence[UpdateSettings]) -> Tensor:
         """Return the sum of the squares of all elements over all ranks: float64, zero-dimensional. Collective.
 
         Each rank adds the parts in the same order, so that all ranks have the same result.

@@ -110,7 +110,7 @@ def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[
     return dist.new_group(ranks, backend=BACKEND, timeout=timeout, pg_options=OverlapOptions(transport, name=name))
 
 
-class Transport:
+class RowTransport:
     """Sends the messages of one collection over its own process group, and counts bytes and seconds.
 
     ``dim`` is the width of a row. ``far`` marks the ranks on other nodes; it is empty if there are none or if nodes are

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange
 from lightning_freescale.embeddings.overlap.local_rows import CpuKernel, TableKernel
-from lightning_freescale.embeddings.overlap.transport import ExchangeWorker, Transport
+from lightning_freescale.embeddings.overlap.transport import ExchangeWorker, RowTransport
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from lightning_freescale.testing import run_distributed
 from tests.helpers.jagged import copy_of
@@ -84,9 +84,9 @@ class Watched:
             for kernel in kernels(module):
                 self.gpu.take(*_memory_of(kernel.emb_module))
         install(self.accesses)
-        exchange, run = Transport.exchange, ExchangeWorker._run_in_order
+        exchange, run = RowTransport.exchange, ExchangeWorker._run_in_order
 
-        def exchange_watched(transport: Transport, received: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+        def exchange_watched(transport: RowTransport, received: Any, message: Any, *args: Any, **kwargs: Any) -> None:
             exchange(transport, received, message, *args, **kwargs)
             self.accesses.add("exchange", [message], [received], [])
 
@@ -94,7 +94,7 @@ class Watched:
             with self.modes():
                 return run(*args)
 
-        Transport.exchange, ExchangeWorker._run_in_order = exchange_watched, run_inside
+        RowTransport.exchange, ExchangeWorker._run_in_order = exchange_watched, run_inside
 
     @contextmanager
     def modes(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine
-from lightning_freescale.embeddings.overlap.transport import Transport
+from lightning_freescale.embeddings.overlap.transport import RowTransport
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded, train_overlapped
 
@@ -28,7 +28,7 @@ class _Sent:
 
     def __init__(self, ranks_per_node: int) -> None:
         self.words, self.rows = 0, 0
-        exchange, count = ProcessGroupFreeScale.exchange, Transport.count
+        exchange, count = ProcessGroupFreeScale.exchange, RowTransport.count
         node = dist.get_rank() // ranks_per_node
 
         def seen(group: ProcessGroupFreeScale, received: Any, send: Any, gets: Any, gives: Any, **options: Any) -> None:
@@ -36,12 +36,12 @@ class _Sent:
             self.words += sum(size for rank, size in zip(ranks, gives) if rank // ranks_per_node != node)
             exchange(group, received, send, gets, gives, **options)
 
-        def counted(transport: Transport, kind: str, width: int, gives: list[int]) -> None:
+        def counted(transport: RowTransport, kind: str, width: int, gives: list[int]) -> None:
             if width == 4 * DIM:
                 self.rows += sum(compress(gives, transport._far))
             count(transport, kind, width, gives)
 
-        ProcessGroupFreeScale.exchange, Transport.count = seen, counted
+        ProcessGroupFreeScale.exchange, RowTransport.count = seen, counted
 
 
 def _both_sent() -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, float]]]:
