@@ -16,11 +16,13 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import demo
 from hstu import CollateWithNegatives, HSTURecommender
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import trainer
+from tests.helpers.reports import full_report
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +123,9 @@ def test_served_recommendations_equal_those_of_training(tmp_path: Path) -> None:
     assert served["1"] == trained[:5] and set(served) == {"1", "2"} and served["2"] != served["1"]
     again = _run(tmp_path, "serve.py", "--users", "2", "--checkpoint", "served.ckpt")
     assert again.splitlines()[-2:] == printed.splitlines()[-2:]
+
+
+def test_the_table_of_the_demo_is_printed() -> None:
+    names = ("plain", "+ balance", "+ overlap", "+ split backward")
+    text = demo._table({name: {"report": full_report(), "scores": {"test_NDCG@10": 0.0123}} for name in names}, 2)
+    assert "0.0123" in text and "no assignment gets below" in text and "in all 0% of a bubble of 30.0% is removed" in text
