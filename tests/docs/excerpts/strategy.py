@@ -1,14 +1,10 @@
 """docs/strategy.md: options are taken, and the strategies and data modules that they make."""
 
-from types import SimpleNamespace
-
 import lightning as L
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 from quick_start import Histories, Recommender, collate
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from tests.docs.excerpts import Excerpts
@@ -23,13 +19,6 @@ parser = ArgumentParser()
 parser.add_argument("--strategy", type=Strategy)
 config = parser.parse_object({"strategy": yaml.safe_load(page.text("yaml"))["trainer"]["strategy"]})
 assert isinstance(parser.instantiate_classes(config).strategy, FreeScaleStrategy)
-
-page.python(globals())
-
-model = Recommender()
-self = SimpleNamespace(items=model.tables)
-page.python(globals())
-assert all(hasattr(weight, "_in_backward_optimizers") for weight in model.tables.parameters())
 
 page.python(globals())
 
