@@ -11,7 +11,6 @@ import yaml
 from jsonargparse import ArgumentParser
 from quick_start import Histories, collate
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 import lightning_freescale
 from tests.docs.excerpts import Excerpts
@@ -27,17 +26,6 @@ class Kept(lightning_freescale.FreeScaleDataModule):
         MADE.append(self)
 
 
-class Stream(IterableDataset):
-    """A stream of histories."""
-
-    def __iter__(self):
-        yield from (train_set[user] for user in range(len(train_set)))
-
-
-def len_of_sample(sample: Tensor) -> int:
-    return len(sample)
-
-
 def batches_of_all() -> int:
     """Return the number of data modules made since the last call; load the first batch of each."""
     made, MADE[:] = list(MADE), []
@@ -48,8 +36,8 @@ def batches_of_all() -> int:
 
 
 page, lightning_freescale.FreeScaleDataModule = Excerpts("docs/data.md"), Kept
-train_set = val_set = test_set = Histories(64)
-lengths, my_iterable_dataset = train_set.lengths, Stream()
+train_set = val_set = Histories(64)
+lengths = train_set.lengths
 page.python(globals())
 assert batches_of_all() == 1
 
@@ -82,8 +70,4 @@ for part in range(2):
 page.python(globals())
 assert batches_of_all() == 1
 
-page.text("python")  # other packages' data sets: tests/data/test_third_party.py
-
-page.python(globals())
-assert batches_of_all() == 1
 page.end()
