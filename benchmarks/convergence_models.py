@@ -277,7 +277,7 @@ def new_model(model: str, recipe: Recipe, num_items: int, way: str, **changed: A
 def new_strategy(model: str, way: str) -> Strategy:
     if way == FREESCALE:
         return FreeScaleStrategy(shard=["items"]) if model == "sasrec" else FreeScaleStrategy()
-    return DDPStrategy() if model == "sasrec" else FreeScaleStrategy(exchange="torchrec", dedup=False)
+    return DDPStrategy() if model == "sasrec" else FreeScaleStrategy(overlap="torchrec", dedup=False)
 
 
 def losses_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int, steps: int) -> list[float]:

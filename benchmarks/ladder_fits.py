@@ -27,10 +27,10 @@ from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
 
 RUNGS: dict[str, dict[str, Any]] = {
-    "floor": {"balance": True, "exchange": "torchrec"},
-    "plain": {"exchange": "torchrec"},
+    "floor": {"balance": True, "overlap": "torchrec"},
+    "plain": {"overlap": "torchrec"},
     "balance": {"balance": True},
-    "overlap": {"exchange": "flat"},
+    "overlap": {"overlap": True},
     "dedup": {"dedup": True},
     "split": {"split_backward": True},
     "window": {"micro_batches": 2},
@@ -171,7 +171,7 @@ def _choices(name: str) -> dict[str, Any]:
     rungs = list(RUNGS)
     climbed = rungs[1 : rungs.index(name) + 1] if name != "floor" else ["floor"]
     choices = {key: value for rung in climbed for key, value in RUNGS[rung].items()}
-    if choices["exchange"] != "torchrec":
+    if choices["overlap"] != "torchrec":
         choices.setdefault("dedup", False)
     return choices
 

@@ -176,7 +176,7 @@ def _with_freescale(items: int, batches: list[Any], overlap: bool) -> list[float
     torch.manual_seed(0)
     times = _Times()
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(exchange="flat" if overlap else "torchrec"),
+        strategy=FreeScaleStrategy(overlap=overlap or "torchrec"),
         accelerator="cpu",
         devices=RANKS,
         max_epochs=1,

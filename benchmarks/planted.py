@@ -146,7 +146,7 @@ def profile(setting: str, planted: Planted, steps: int) -> dict[str, Any]:
         num_workers=planted.workers,
         micro_batches=2 if "micro-batches" in setting else 1,
     )  # fmt: skip
-    strategy: Any = "ddp" if setting == "ddp" else FreeScaleStrategy(exchange="flat" if "overlapped" in setting else "torchrec")
+    strategy: Any = "ddp" if setting == "ddp" else FreeScaleStrategy(overlap="overlapped" in setting or "torchrec")
     with TemporaryDirectory() as folder:
         profiler = BubbleProfiler(folder, every_n_steps=10, trace_steps=0, verbose=False)
         profiler.options = replace(profiler.options, warmup_steps=WARMUP)

@@ -29,8 +29,8 @@ RATINGS = Path(__file__).parent / "data" / "ml-latest-small" / "ratings.csv.gz"
 NETLAB = Path(__file__).parents[1] / "benchmarks" / "netlab.py"
 COLUMNS: dict[str, Any] = {"user": "userId", "item": "movieId", "time": "timestamp", "order": "sort", "ties": "keep"}
 RUNGS: dict[str, dict[str, Any]] = {
-    "plain": {"balance": False, "exchange": "torchrec"},
-    "+ balance": {"balance": True, "exchange": "torchrec"},
+    "plain": {"balance": False, "overlap": "torchrec"},
+    "+ balance": {"balance": True, "overlap": "torchrec"},
     "+ overlap": {"balance": True},
     "+ split backward": {"balance": True, "split_backward": True},
 }

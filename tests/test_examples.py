@@ -70,7 +70,7 @@ def _all() -> dict[str, Any]:
     return {
         "overlapped": overlapped.losses,
         "looked_ahead": overlapped.looked_ahead,
-        "plain": _fit(FreeScaleStrategy(exchange="torchrec")).losses,
+        "plain": _fit(FreeScaleStrategy(overlap="torchrec")).losses,
         "with workers": _fit(FreeScaleStrategy(dedup=False), num_workers=2).losses,
     }
 

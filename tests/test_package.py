@@ -211,9 +211,9 @@ def _strategy_of(*options: str) -> FreeScaleStrategy:
 
 def test_options_can_stand_in_yaml() -> None:
     assert _strategy_of("ids_of=lightning_freescale.data.collate_histories").ids_of is collate_histories
-    assert _strategy_of("exchange=torchrec").exchange == "torchrec"
-    with pytest.raises(Exception, match="exchange"):
-        _strategy_of("exchange=tree")
+    assert _strategy_of("overlap=torchrec").by_torchrec
+    with pytest.raises(Exception, match="overlap"):
+        _strategy_of("overlap=tree")
 
 
 # -- the wheel

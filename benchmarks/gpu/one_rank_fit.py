@@ -53,7 +53,7 @@ def fit(module: Any, data: list[Batch], steps: Steps, device: torch.device, over
     measured = Measured(steps, device)
     fitting = one_rank.trainer(
         device,
-        strategy=FreeScaleStrategy(exchange="flat" if overlap else "torchrec"),
+        strategy=FreeScaleStrategy(overlap=overlap or "torchrec"),
         precision="bf16-mixed",
         max_epochs=1,
         limit_val_batches=0,

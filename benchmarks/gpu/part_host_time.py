@@ -3,7 +3,7 @@
 Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_host_time.py --out DIR``. A SASRec-like model with few
 kernels, on one rank in bf16, trains with strategy "freescale" in three ways:
 
-plain     exchange="torchrec", TorchRec's own exchange
+plain     overlap="torchrec", TorchRec's own exchange
 overlap   the ids of the next batch stand in it
 inline    overlap, but the ids do not stand in the batch, so the exchange of a step begins with its lookup
 

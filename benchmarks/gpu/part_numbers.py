@@ -5,7 +5,7 @@ says what it leaves out. With ``torch.use_deterministic_algorithms``, as far as 
 module on the same batches:
 
 - every optimizer against a loop over plain TorchRec and DDP written by hand: without dedup, and with TorchRec's own exchange
-  (exchange="torchrec"), bitwise; with dedup, which sums in another order, within a tolerance;
+  (overlap="torchrec"), bitwise; with dedup, which sums in another order, within a tolerance;
 - with validation between the steps, which may change nothing of that;
 - from a checkpoint in the middle of an epoch, against the run that went on, bitwise, optimizer states included;
 - with precision bf16-mixed, against the loop under autocast;
@@ -64,17 +64,17 @@ def cases() -> list[Case]:
     for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
         found += [
             Case(f"{optimizer}, no dedup", optimizer, {"dedup": False}),
-            Case(f"{optimizer}, no overlap", optimizer, {"exchange": "torchrec"}),
+            Case(f"{optimizer}, no overlap", optimizer, {"overlap": "torchrec"}),
             Case(f"{optimizer}, dedup", optimizer, {}, UNEXPLAINED if optimizer == "adam" else CLOSE),
         ]
     for optimizer in ("rowwise_adagrad", "adam"):
         found += [
             Case(f"{optimizer}, validation between", optimizer, {"dedup": False}, validate=True),
-            Case(f"{optimizer}, no overlap, validation between", optimizer, {"exchange": "torchrec"}, validate=True),
+            Case(f"{optimizer}, no overlap, validation between", optimizer, {"overlap": "torchrec"}, validate=True),
         ]
     found += [
         Case("bf16-mixed, no dedup", "rowwise_adagrad", {"dedup": False}, precision="bf16-mixed"),
-        Case("bf16-mixed, no overlap", "rowwise_adagrad", {"exchange": "torchrec"}, precision="bf16-mixed"),
+        Case("bf16-mixed, no overlap", "rowwise_adagrad", {"overlap": "torchrec"}, precision="bf16-mixed"),
     ]
     return found
 
@@ -171,7 +171,7 @@ class _Trials:
         validation = Batches(self.batches()[:2]) if case.validate else None
         fitting.fit(module, Batches(self.batches()), validation, ckpt_path=ckpt_path, weights_only=False)
         overlapped = fitting.strategy.overlap_report
-        if case.options.get("exchange") != "torchrec" and (overlapped is None or overlapped.unpredicted_lookups >= 1):
+        if case.options.get("overlap") != "torchrec" and (overlapped is None or overlapped.unpredicted_lookups >= 1):
             raise RuntimeError(f"{case.name}: no exchange was overlapped, so this compares nothing of it")
         with TemporaryDirectory() as folder:
             path = kept or Path(folder) / "end.ckpt"
@@ -198,7 +198,7 @@ def sanitize(report: Report, trials: _Trials) -> None:
 
     trials.size = replace(trials.size, steps=6)  # every operator's stack is kept
     runs: dict[str, Callable[[], Any]] = {"a race made on purpose": lambda: race(trials.device)}
-    for name, options in (("plain TorchRec", {"exchange": "torchrec"}), ("dedup", {}), ("no dedup", {"dedup": False})):
+    for name, options in (("plain TorchRec", {"overlap": "torchrec"}), ("dedup", {}), ("no dedup", {"dedup": False})):
         runs[name] = lambda options=options: trials.fit(Case("sanitizer", "rowwise_adagrad", options))
     for name, run in runs.items():
         with report.check(f"sanitizer, {name}"):

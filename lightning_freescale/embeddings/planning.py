@@ -89,7 +89,7 @@ def check_tables(collection: Collection, overlap: bool) -> None:
                 "differently than torch, so the result would differ from the unsharded table. Use DataType.FP32."
             )
         if table.dim != table.kernel_dim and (collection.managed or not (overlap or collection.embedding)):
-            where = "managed collisions" if collection.managed else 'exchange="torchrec"'
+            where = "managed collisions" if collection.managed else 'overlap="torchrec"'
             raise ValueError(
                 f"{of_collection} has embedding_dim={table.dim}. FBGEMM's tables need a multiple of 4, and tables are not "
                 f"padded with {where}. Use embedding_dim={table.kernel_dim}."

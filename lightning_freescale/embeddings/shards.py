@@ -153,7 +153,7 @@ def refuse_whole_use(key: str) -> NoReturn:
     """Raise because a loss over all rows of a sharded table needs the overlap engine."""
     raise ValueError(
         f"a loss over all rows of the sharded table {key!r} needs the overlap engine, which runs only in training and "
-        "evaluation steps and not with exchange='torchrec'. Compute the loss in a step, pass exchange='flat', or remove the "
+        "evaluation steps and not with overlap='torchrec'. Compute the loss in a step, pass overlap=True, or remove the "
         f"nn.Embedding from shard=. To read a copy of the table, call "
         f"trainer.strategy.full_weight({key.removesuffix('.weight')!r})."
     )

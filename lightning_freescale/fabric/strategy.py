@@ -77,12 +77,12 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         self,
         plan: Any = None,
         transport: str = "auto",
-        overlap: bool = True,
+        overlap: bool | Literal["torchrec"] = True,
         dedup: bool = True,
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level", "torchrec"] = "flat",
+        exchange: Literal["flat", "two_level"] = "flat",
         clip_gradients: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -92,9 +92,9 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             super().__init__(**ddp_options)
             refuse_ddp_options(*self.unsupported_options)
             self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange)
-        if clip_gradients and exchange == "torchrec":
+        if clip_gradients and self.by_torchrec:
             raise ValueError(
-                f"{_NAME}(exchange='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
+                f"{_NAME}(overlap='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "
                 "gradients could be clipped. Remove one of the two options"
             )
         self.clips_gradients = clip_gradients

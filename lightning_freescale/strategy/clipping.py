@@ -43,7 +43,7 @@ def refuse_clipping(trainer: Trainer, plain: Iterable[Collection], optimizers: M
     if paths and (clipping := _clipping(trainer)):
         raise ValueError(
             f"{clipping}: collections {paths} are updated during backward, before their gradients could be clipped. Clipping "
-            "needs an overlapped exchange (no managed collisions, no FreeScaleStrategy(exchange='torchrec')). Otherwise do "
+            "needs an overlapped exchange (no managed collisions, no FreeScaleStrategy(overlap='torchrec')). Otherwise do "
             "not clip"
         )
 

@@ -50,7 +50,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         plan: TorchRec ``ShardingPlan`` for the collections, by their paths in the module, or a TorchRec planner that creates
             the plan. The default is TorchRec's planner, restricted to row-wise sharding.
         transport: how rows and ids are sent between GPUs, see :class:`lightning_freescale.comm.ProcessGroupFreeScaleOptions`.
-        overlap: exchange the rows of embedding collections while the model computes. Results are the same with and without.
+        overlap: exchange the rows of embedding collections while the model computes. With False, the model waits for each
+            exchange, with the same results. ``"torchrec"``: TorchRec's own exchange, without overlap, as a baseline. **Its
+            results differ from the unsharded module** where TorchRec's do: for weights that the collection ignores,
+            ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
         dedup: send each row once per rank and step. Without it, results are bitwise those of plain TorchRec. With it, they
             differ by the order of summation.
         ids_of: a function that returns the ids which the model will look up in a batch. It returns a ``KeyedJaggedTensor``
@@ -69,9 +72,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         exchange: the route of rows and gradients. ``"flat"``: directly between the owner and every rank. ``"two_level"``: rows
             that several ranks of a node need cross the network once, and their gradients are summed within the node first. It
             is faster with several nodes of several ranks each and a slow network between them. With one node or one rank per
-            node it falls back to ``"flat"`` and logs this. ``"torchrec"``: TorchRec's own exchange, without overlap, as a
-            baseline. **Its results differ from the unsharded module** where TorchRec's do: for weights that the collection
-            ignores, ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
+            node it falls back to ``"flat"`` and logs this.
         target_bubble_reduction: enables the autopilot, which chooses settings by measuring training steps until it has removed
             this share of the initial bubble time, or until no setting helps. It tries ``split_backward``, and
             ``micro_batches`` if ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes
@@ -104,12 +105,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self,
         plan: Any = None,
         transport: str = "auto",
-        overlap: bool = True,
+        overlap: bool | Literal["torchrec"] = True,
         dedup: bool = True,
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level", "torchrec"] = "flat",
+        exchange: Literal["flat", "two_level"] = "flat",
         target_bubble_reduction: float | None = None,
         checkpoint: Literal["single", "sharded", "async"] = "single",
         **ddp_options: Any,

@@ -50,7 +50,7 @@ def set_up_tables(
     """
     module, device = trainer.lightning_module, strategy.root_device
     assert strategy.accelerator is not None
-    plain = [collection for collection, _ in found if strategy.exchange == "torchrec" or collection.managed]
+    plain = [collection for collection, _ in found if strategy.by_torchrec or collection.managed]
     refuse_run(trainer, found, plain, device, fitting)
     refuse_ddp_options(*strategy.unsupported_options)
     strategy.accelerator.setup(trainer)

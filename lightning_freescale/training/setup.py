@@ -43,6 +43,7 @@ class TableStrategy:
     Attributes:
         tables: the sharded tables; None if the module has none.
         table_step: runs the steps of these tables; None outside of a run.
+        by_torchrec: whether TorchRec exchanges the rows of all tables.
         no_overlap: why no exchange is overlapped, as a clause that names the option; empty if exchanges are overlapped.
     """
 
@@ -62,7 +63,7 @@ class TableStrategy:
         self,
         plan: Any,
         transport: str,
-        overlap: bool,
+        overlap: bool | str,
         dedup: bool,
         ids_of: Callable[[Any], Any] | None,
         shard: Shard,
@@ -70,15 +71,18 @@ class TableStrategy:
         exchange: str,
     ) -> None:
         """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
-        if exchange not in ("flat", "two_level", "torchrec"):
-            raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat', 'two_level' or 'torchrec'")
+        if overlap not in (True, False, "torchrec"):
+            raise ValueError(f"FreeScaleStrategy(overlap={overlap!r}): pass True, False or 'torchrec'")
+        if exchange not in ("flat", "two_level"):
+            raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat' or 'two_level'")
         if exchange == "two_level" and not dedup:
             raise ValueError(
                 "FreeScaleStrategy(exchange='two_level', dedup=False): the two-level exchange sums gradients within a node "
                 "first, so results are not bitwise those of TorchRec. Remove one of the two options"
             )
-        option = "exchange='torchrec'" if exchange == "torchrec" else "" if overlap else "overlap=False"
-        self.no_overlap = f"FreeScaleStrategy({option}) hides no exchange" if option else ""
+        self.by_torchrec = overlap == "torchrec"
+        overlaps = overlap and not self.by_torchrec
+        self.no_overlap = "" if overlaps else f"FreeScaleStrategy(overlap={overlap!r}) hides no exchange"
         if ids_of is not None and not callable(ids_of):
             raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function that maps a batch to a KeyedJaggedTensor")
         given = {"ids_of=...": ids_of is not None, f"split_backward={split_backward!r}": split_backward}
@@ -221,7 +225,7 @@ def table_sharding(module: nn.Module, device: torch.device, strategy: TableStrat
     """Take the collections ``found`` out of their module for the block that shards them. Put them back if it raises."""
     from lightning_freescale.embeddings.sharding import TableSharding
 
-    sharding = TableSharding(module, device, strategy.exchange != "torchrec", found)
+    sharding = TableSharding(module, device, not strategy.by_torchrec, found)
     try:
         yield sharding
     except BaseException:
@@ -296,7 +300,7 @@ def new_table_step(
     from lightning_freescale.training.next_ids import EarlyCopy, Lookahead
     from lightning_freescale.training.table_step import TableStep
 
-    engine = None if strategy.exchange == "torchrec" else _new_engine(tables, strategy, clips)
+    engine = None if strategy.by_torchrec else _new_engine(tables, strategy, clips)
     if engine is not None:
         strategy.at_teardown.callback(engine.close, farewell=farewell)
     if groups is None:

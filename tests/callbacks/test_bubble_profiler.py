@@ -145,7 +145,7 @@ def test_calibration_alone_does_not_take_waits_for_compute() -> None:
     original, patched = dist.all_reduce, Patched()
 
     def run() -> tuple[bool, bool]:
-        strategy = FreeScaleStrategy(exchange="torchrec")
+        strategy = FreeScaleStrategy(overlap="torchrec")
         fitted = trainer(devices=2, strategy=strategy, callbacks=[patched])
         fitted.fit(Recommender(), _loader(Samples(64), balance=BalanceOptions(calibrate=True)))
         return patched.seen, dist.all_reduce is original

@@ -108,8 +108,8 @@ class Towers(CountingModel):
 
 
 def _warnings_of_towers() -> list[int]:
-    cases = [("adagrad", "torchrec"), ("sgd", "torchrec"), ("adagrad", "flat")]
-    warnings = [Case(partial(Towers, kind)).fit({"exchange": exchange}).warnings for kind, exchange in cases]
+    cases = [("adagrad", "torchrec"), ("sgd", "torchrec"), ("adagrad", True)]
+    warnings = [Case(partial(Towers, kind)).fit({"overlap": overlap}).warnings for kind, overlap in cases]
     return [sum("looked up 2 times" in text and "Adagrad" in text for text in texts) for texts in warnings]
 
 

@@ -214,7 +214,7 @@ def test_rows_that_the_exchange_cannot_number_are_refused(rows: int, owners: lis
     ("make", "overlap", "parts"),
     [
         (lambda: EmbeddingCollection(tables=[_of_width(8, data_type=DataType.FP16)]), True, ("'item'", "FP16", "FP32")),
-        (lambda: EmbeddingCollection(tables=[_of_width(50)]), False, ("'item'", "=50", 'exchange="torchrec"', "=52")),
+        (lambda: EmbeddingCollection(tables=[_of_width(50)]), False, ("'item'", "=50", 'overlap="torchrec"', "=52")),
         (lambda: managed_collection([_of_width(6)]), True, ("'item'", "=6", "managed collisions", "=8")),
         (_weighted_means, True, ("'mean'", "pool by the sum")),
     ],

@@ -173,7 +173,8 @@ def test_what_cannot_be_set_up_is_refused() -> None:
     [
         ({"target_bubble_reduction": 0.9}, "target_bubble_reduction="),
         ({"dedupe": True}, "dedupe=.* dedup="),
-        ({"exchange": "torchrec", "clip_gradients": True}, "exchange='torchrec', clip_gradients=True"),
+        ({"overlap": "torchrec", "clip_gradients": True}, "overlap='torchrec', clip_gradients=True"),
+        ({"overlap": "tree"}, "overlap='tree'"),
         ({"exchange": "tree"}, "exchange='tree'"),
         ({"start_method": "spawn"}, "start_method='spawn'"),
     ],

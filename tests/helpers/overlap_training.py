@@ -30,7 +30,7 @@ GIVEN = (STEPS * EPOCHS - EPOCHS, EPOCHS, 0)
 KNOWN = (STEPS * EPOCHS - EPOCHS - 1, EPOCHS + 1, 0)
 """The second lookup of all is not predicted either: the place of ids has just been learned."""
 NEVER = (0, STEPS * EPOCHS, 0)
-PLAIN = {"exchange": "torchrec"}
+PLAIN = {"overlap": "torchrec"}
 """The option of the strategy with which TorchRec exchanges rows."""
 
 

@@ -377,7 +377,7 @@ def _errors() -> dict[str, str]:
         except RuntimeError as error:
             found[name] = str(error)
     for name, strategy in {
-        "exchange='torchrec'": FreeScaleStrategy(shard=["item_emb"], exchange="torchrec"),
+        "overlap='torchrec'": FreeScaleStrategy(shard=["item_emb"], overlap="torchrec"),
     }.items():
         try:
             fit(NextItem("last"), loader(), strategy=strategy)

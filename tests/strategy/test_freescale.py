@@ -227,7 +227,7 @@ class Counting(Recommender):
 def _counts_and_environment() -> Any:
     del os.environ["LOCAL_WORLD_SIZE"]  # torchrun sets it, Lightning's launcher does not
     module = Counting()
-    trainer(devices=2, max_epochs=2, strategy=FreeScaleStrategy(exchange="torchrec")).fit(module, _data(32))
+    trainer(devices=2, max_epochs=2, strategy=FreeScaleStrategy(overlap="torchrec")).fit(module, _data(32))
     return module.counts, os.environ.get("LOCAL_WORLD_SIZE")
 
 

@@ -65,8 +65,7 @@ def case(optimizer: str, **options: Any) -> Case:
 def test_placement_changes_no_number(optimizer: str, ranks: int) -> None:
     cases = {optimizer: case(optimizer)}
     results = [
-        runs[optimizer]
-        for runs in run_distributed(fit_all, ranks, cases, "ddp", {}, {"dedup": False}, {"exchange": "torchrec"})
+        runs[optimizer] for runs in run_distributed(fit_all, ranks, cases, "ddp", {}, {"dedup": False}, {"overlap": "torchrec"})
     ]
     assert departures({"bitwise": case(optimizer)}, [{"bitwise": each[2:]} for each in results]) == []
     assert departures(cases, [{optimizer: each} for each in results], **CLOSE) == []

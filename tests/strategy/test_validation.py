@@ -114,7 +114,7 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, weight_decay=0.1))), "weight_decay=0.1.*weight_decay=0"),
     (lambda: _fit(With(lambda p: torch.optim.Adagrad(p, lr_decay=0.1))), "lr_decay=0.1.*lr_decay=0"),
     (
-        lambda: _fit(With(torch.optim.Adam), strategy=FreeScaleStrategy(exchange="torchrec")),
+        lambda: _fit(With(torch.optim.Adam), strategy=FreeScaleStrategy(overlap="torchrec")),
         "Adam .*'net.embeddings.embeddings.item.weight'.*overlap=True.*RowWiseAdagrad",
     ),
     (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
@@ -199,9 +199,10 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"ids_of": dict, "overlap": False}, ValueError, "ids_of=.*overlap=False"),
         ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
+        ({"overlap": "tree"}, ValueError, "overlap='tree'.*'torchrec'"),
         ({"exchange": "tree"}, ValueError, "exchange='tree'"),
         ({"exchange": "two_level", "dedup": False}, ValueError, "exchange='two_level', dedup=False"),
-        ({"exchange": "torchrec", "split_backward": True}, ValueError, "exchange='torchrec'"),
+        ({"overlap": "torchrec", "split_backward": True}, ValueError, "overlap='torchrec'"),
     ],
 )
 def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:

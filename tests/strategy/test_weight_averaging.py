@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Make, Any]] = {
 NET: Make = (Recommender, my_loader, ema)
 MORE_CASES: dict[str, tuple[Make, Any]] = {
     "bags under ddp": (BAGS, "ddp"),
-    "exchanged by TorchRec": (BAGS, {"exchange": "torchrec"}),
+    "exchanged by TorchRec": (BAGS, {"overlap": "torchrec"}),
     "without overlap": (BAGS, {"overlap": False, "dedup": False}),
     "sequences under ddp": (NET, "ddp"),
     "by columns": (NET, {"plan": planned(column_wise(ranks=[0, 0], compute_kernel="fused"))}),

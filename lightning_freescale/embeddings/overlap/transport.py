@@ -77,7 +77,7 @@ def refuse_one_queue() -> None:
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives the device one queue. An overlapped exchange and DDP's all-reduce may wait "
-            "for each other there forever. Unset the variable, or pass FreeScaleStrategy(exchange='torchrec')."
+            "for each other there forever. Unset the variable, or pass FreeScaleStrategy(overlap='torchrec')."
         )
 
 

@@ -230,7 +230,7 @@ def test_a_profiled_step_is_the_whole_step(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [(FreeScaleStrategy(exchange="torchrec"), r"\['net.embeddings'\]"), ("ddp", "strategy='freescale'")],
+    [(FreeScaleStrategy(overlap="torchrec"), r"\['net.embeddings'\]"), ("ddp", "strategy='freescale'")],
 )
 def test_refused(strategy: Any, message: str) -> None:
     with pytest.raises(RankFailed, match=rf"ValueError: .*micro_batches.*{message}"):
@@ -241,7 +241,7 @@ def test_refused(strategy: Any, message: str) -> None:
 
 # -- micro_batches="auto" decides once, is one where nothing is overlapped, and follows any loader
 
-PLAIN = FreeScaleStrategy(exchange="torchrec")
+PLAIN = FreeScaleStrategy(overlap="torchrec")
 
 
 def _auto() -> Any:
