@@ -19,9 +19,10 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
+from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import Evaluation, ModuleForward, without_weights
-from lightning_freescale.embeddings.overlap.proxy_route import Nodes, ProxyGroups, nodes_with_proxies
+from lightning_freescale.embeddings.overlap.proxy_route import ProxyGroups, nodes_with_proxies
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates

@@ -23,33 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, PassingRows, RequestedRows, SomeRows
+from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import RowsToFlag, exchange_flagged
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import RowTransport, new_group
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Nodes with the same number of ranks, numbered node by node."""
-
-    ranks: int  # ranks of all nodes
-    each: int  # ranks per node
-
-    def __post_init__(self) -> None:
-        if self.each < 1 or self.ranks % self.each:
-            raise ValueError(
-                f"ranks_per_node={self.each!r} does not divide {self.ranks} ranks. Pass the number of ranks of every node."
-            )
-
-    @property
-    def count(self) -> int:
-        return self.ranks // self.each
-
-    def others(self, rank: int) -> list[bool]:
-        """Return which ranks are on another node than ``rank``; an empty list if there is one node."""
-        return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
 
 
 def nodes_with_proxies(exchange: str, nodes: Nodes | None, dedup: bool) -> Nodes | None:

@@ -1,0 +1,231 @@
+"""The rows that pass through proxies, chosen by how often the ranks of a node request them.
+
+Owners count requests and publish lists of hot rows::
+
+    counts = AccessCounts(rows of this rank, nodes, device)
+    rule = HotRowsRule(hot_rows, nodes, bytes per row, measure_links(near, direct, nodes))
+
+    counts.count(incoming.rows, incoming.sizes)                    # for every batch, after the ids have arrived
+    counts.add_reads(rows, extra)                                  # before a publication: ranks that proxies have merged
+
+    rows = rule.candidates(counts)                                 # a publication
+    numbers = transport.exchange_numbers(rule.numbers(counts, rows))
+    heat = rule.choose(numbers)                                    # the same result on every rank
+    ...                                                            # exchange the first heat.sizes[rank] rows of every rank
+    counts.decay()
+
+A row has *reads*, the number of ranks that requested it, and *visits*, the number of nodes with a rank that did, both summed
+over batches. So a node that requests the row at all has ``reads / visits`` ranks that do. Without proxies the row crosses the
+network once per read, and with proxies once per visit, plus a near transfer per read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_freescale.embeddings.overlap.transport import RowTransport
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes with the same number of ranks, numbered node by node."""
+
+    ranks: int  # ranks of all nodes
+    each: int  # ranks per node
+
+    def __post_init__(self) -> None:
+        if self.each < 1 or self.ranks % self.each:
+            raise ValueError(
+                f"ranks_per_node={self.each!r} does not divide {self.ranks} ranks. Pass the number of ranks of every node."
+            )
+
+    @property
+    def count(self) -> int:
+        return self.ranks // self.each
+
+    def others(self, rank: int) -> list[bool]:
+        """Return which ranks are on another node than ``rank``; an empty list if there is one node."""
+        return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
+
+
+class AccessCounts:
+    """The requests for the rows of one owner, each weighted by half per :meth:`decay` since. One thread calls the methods.
+
+    Attributes:
+        reads: the number of ranks that requested each row, float32 of shape ``[rows]``.
+        visits: the number of nodes with such a rank, float32 of shape ``[rows]``.
+        batches: the number of batches.
+    """
+
+    def __init__(self, rows: int, nodes: Nodes, device: torch.device) -> None:
+        self.reads, self.visits = torch.zeros(2, rows, device=device)
+        self.batches, self._nodes = 0.0, nodes
+
+    def count(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        """Count the requests of a batch: ``sizes[rank]`` rows of each rank in order, each row once per rank."""
+        self.batches += 1
+        self.add_reads(rows, torch.ones_like(rows, dtype=torch.float32))
+        each = self._nodes.each
+        for of_node in rows.split([sum(sizes[first : first + each]) for first in range(0, self._nodes.ranks, each)]):
+            if len(of_node):
+                self.visits[of_node] = self.visits[of_node] + 1  # if several ranks request a row, all write the same number
+
+    def add_reads(self, rows: Tensor, extra: Tensor) -> None:
+        """Add the ``extra`` ranks (float32) for which proxies requested rows that :meth:`count` saw as one rank's."""
+        self.reads.index_add_(0, rows, extra)
+
+    def decay(self) -> None:
+        self.batches /= 2
+        self.reads *= 0.5
+        self.visits *= 0.5
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """The seconds that a rank needs to send while all ranks send."""
+
+    near_s_per_byte: float  # within the node
+    far_s_per_byte: float  # to other nodes
+    near_latency_s: float  # of an exchange of nearly nothing within the node
+
+
+@dataclass(frozen=True)
+class Heat:
+    """The result of a publication, equal on all ranks."""
+
+    sizes: list[int]  # hot rows that each owner publishes; all 0 if the list does not pay off
+    saved_s: float  # predicted saving of a step with the list of all owners; 0 without costs
+    rows_of_half: int  # the most requested rows, which make 50 % of all accesses
+    rows_of_most: int  # those that make 90 %
+    largest_load: float  # accesses of the owner with the most, divided by the mean over owners
+
+
+def check_hot_rows(hot_rows: Any) -> None:
+    """Raise a ValueError for a value that the option does not allow."""
+    number = isinstance(hot_rows, (int, float)) and not isinstance(hot_rows, bool)
+    if hot_rows != "auto" and not (number and (hot_rows >= 0 if isinstance(hot_rows, int) else 0 < hot_rows <= 1)):
+        raise ValueError(
+            f"hot_rows={hot_rows!r} is not allowed. Pass 'auto'; an int >= 0, the number of hot rows; or a float > 0 and <= 1, "
+            "the share of a node's ranks that request a hot row. Pass 0 to send all rows directly."
+        )
+
+
+_FEWEST_VISITS = 3  # fewer tell too little of the readers per node
+_WORTH = 8  # near latencies that a list has to save in a step, because the near hop adds messages
+_BINS, _PER_OCTAVE, _FIRST_OCTAVE = 44, 2, -2  # of the histogram of reads
+
+
+@dataclass(frozen=True)
+class HotRowsRule:
+    """The choice of hot rows. See :func:`check_hot_rows` for the values of the option."""
+
+    hot_rows: str | int | float
+    nodes: Nodes
+    row_bytes: int  # sent per request of a row: its number, its values, and the gradient back
+    costs: LinkCosts | None = None  # required for "auto"
+
+    def __post_init__(self) -> None:
+        check_hot_rows(self.hot_rows)
+
+    @property
+    def flat(self) -> bool:
+        """Whether no row is ever hot, so nothing needs to be counted or measured."""
+        return self.hot_rows == 0 or self.nodes.count == 1 or self.nodes.each == 1
+
+    def candidates(self, counts: AccessCounts) -> Tensor:
+        """Return the rows of this owner that are hot: sorted, int64. Several ranks of a node have to request them."""
+        reads, visits = counts.reads, counts.visits
+        if isinstance(self.hot_rows, int):
+            gains = reads - visits
+            best = gains.topk(min(-(-self.hot_rows // self.nodes.ranks), len(gains)))
+            return best.indices[best.values > 0].sort().values
+        if isinstance(self.hot_rows, float):
+            # a row that is not requested any more keeps its share, but not its visits
+            return ((reads >= self.hot_rows * self.nodes.each * visits) & (visits >= 1)).nonzero().squeeze(1)
+        assert self.costs is not None
+        near, far = self.costs.near_s_per_byte, self.costs.far_s_per_byte
+        return ((reads * (far - near) > visits * far) & (visits >= _FEWEST_VISITS)).nonzero().squeeze(1)
+
+    def numbers(self, counts: AccessCounts, rows: Tensor) -> np.ndarray:
+        """Return what :meth:`choose` needs of every owner, for :meth:`.RowTransport.exchange_numbers`.
+
+        The numbers are the length of the list ``rows``, and as bits of float32: its saving, and a histogram of all accesses.
+        """
+        read = counts.reads[counts.reads >= 2.0**_FIRST_OCTAVE]  # others are nearly forgotten
+        bins = (torch.log2(read) * _PER_OCTAVE).floor().long().sub_(_FIRST_OCTAVE * _PER_OCTAVE).clamp_(max=_BINS - 1)
+        histogram = torch.zeros(2, _BINS, dtype=torch.float64, device=read.device)
+        histogram.index_add_(1, bins, torch.stack([torch.ones_like(read), read]).double())
+        sums = torch.stack([counts.reads[rows].sum(), counts.visits[rows].sum()]).double()
+        reads, visits, *found = torch.cat([sums, histogram.flatten()]).tolist()  # on CUDA the host waits here
+        saved = 0.0
+        if self.costs is not None and counts.batches:
+            far, near = self.costs.far_s_per_byte * (reads - visits), self.costs.near_s_per_byte * reads
+            between = (self.nodes.count - 1) / self.nodes.count  # requests within the node are sent directly
+            saved = (far - near) * self.row_bytes * between / counts.batches / self.nodes.ranks
+        mine = np.array([0.0, saved, *found], np.float32).view(np.int32)
+        mine[0] = len(rows)
+        return np.tile(mine, (self.nodes.ranks, 1))
+
+    def choose(self, numbers: Sequence[Sequence[int]]) -> Heat:
+        """Return which lists are published, and the heat of all rows, from the numbers of all ranks."""
+        gathered = np.array(numbers, np.int32)
+        values = gathered[:, 1:].copy().view(np.float32).astype(np.float64)
+        sizes, saved, loads = gathered[:, 0].tolist(), float(values[:, 0].sum()), values[:, 1 + _BINS :].sum(axis=1)
+        histogram = values[:, 1:].sum(axis=0).reshape(2, _BINS)
+        histogram = histogram[:, histogram[0] > 0][:, ::-1]  # from the most requested rows
+        rows, accesses = np.cumsum(np.pad(histogram, ((0, 0), (1, 0))), axis=1)
+        half, most = (int(np.ceil(np.interp(share * accesses[-1], accesses, rows) - 1e-6)) for share in (0.5, 0.9))
+        if self.hot_rows == "auto" and (self.costs is None or saved <= _WORTH * self.costs.near_latency_s):
+            sizes = [0] * len(sizes)
+        return Heat(sizes, saved, half, most, float(loads.max() / loads.mean()) if loads.any() else 1.0)
+
+
+_FIRST_WORDS, _MOST_WORDS = 1 << 14, 1 << 22  # of a timed message to all peers together
+_LONG_S = 2e-3  # of an exchange, so that noise is small beside it
+_ROUNDS = 5
+
+
+def measure_links(near: RowTransport, direct: RowTransport, nodes: Nodes) -> LinkCosts:
+    """Time messages to the ranks of this node over ``near``, then to the ranks with this index on other nodes over ``direct``.
+
+    Collective. All ranks send at once, and get the same result. The transports count what they send. With 50 Mbit/s between
+    nodes of 4 ranks it takes 0.3 s. CUDA tensors are not tested on GPU.
+    """
+    index = direct.rank % nodes.each
+    alike = [rank % nodes.each == index and rank != direct.rank for rank in range(nodes.ranks)]
+    latency, near_cost = _measure(near, [rank != near.rank for rank in range(near.ranks)], direct)
+    _, far_cost = _measure(direct, alike, direct)
+    return LinkCosts(near_cost, far_cost, latency)
+
+
+def _measure(transport: RowTransport, peers: Sequence[bool], all_ranks: RowTransport) -> tuple[float, float]:
+    """Return the seconds of an exchange of one word per peer, and the seconds per byte of longer ones."""
+    latency, words = _seconds(transport, peers, 1, all_ranks), _FIRST_WORDS // sum(peers)
+    while True:
+        seconds, sent = _seconds(transport, peers, words, all_ranks), words * sum(peers)
+        if seconds >= _LONG_S or sent >= _MOST_WORDS:
+            return latency, max(seconds - latency, 1e-2 * seconds) / (4 * sent)
+        words *= 4
+
+
+def _seconds(transport: RowTransport, peers: Sequence[bool], words: int, all_ranks: RowTransport) -> float:
+    """Return the median time of an exchange of ``words`` with each of the ``peers``; the mean over ranks, equal on all."""
+    sizes = [words * peer for peer in peers]
+    message, times = torch.zeros(sum(sizes), device=transport.device), []
+    received = torch.empty_like(message)
+    for _ in range(1 + _ROUNDS):
+        began = perf_counter()
+        transport.exchange(received, message, sizes, sizes, exact=True)
+        if transport.device.type == "cuda":
+            torch.cuda.synchronize(transport.device)
+        times.append(perf_counter() - began)
+    mine = np.full((all_ranks.ranks, 1), median(times[1:]), np.float32).view(np.int32)  # the first waits for late ranks
+    return float(np.array(all_ranks.exchange_numbers(mine), np.int32).view(np.float32).mean(dtype=np.float64))
