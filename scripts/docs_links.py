@@ -39,8 +39,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _copy(path: str) -> str:
-    # as text, because a Markdown page must be in the navigation of the site
-    return f"{_COPIES}/{path}" + (".txt" if path.endswith(".md") else "")
+    # MkDocs requires a Markdown page in the navigation, and omits names with a leading dot
+    return f"{_COPIES}/{path}".replace("/.", "/") + (".txt" if path.endswith(".md") else "")
 
 
 def _outside(page: Any, link: str) -> str | None:

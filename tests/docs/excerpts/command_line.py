@@ -5,14 +5,6 @@ import numpy as np
 from tests.docs.excerpts import Excerpts, shell
 from tests.helpers.shop import write_shop
 
-SCRIPT = """
-import sys
-import lightning as L
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-assert sys.argv[1:] == ["--lr", "0.1"]
-L.Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False).fit(BoringModel())
-"""
 # what the page leaves to the machine, and the checkpoint that it goes on from
 HERE = "--trainer.accelerator cpu --trainer.logger false --config here.yaml"
 SAVE = "trainer: {callbacks+: [{class_path: ModelCheckpoint, init_args: {dirpath: ., save_last: true}}]}"
@@ -23,20 +15,13 @@ Path("shop.yaml").write_text(page.text("yaml"))
 Path("here.yaml").write_text(SAVE)
 
 fit, test = page.text("bash").splitlines()
-assert "straggler wait" in shell(fit.replace("--config shop.yaml", f"--config shop.yaml {HERE}"))
+shell(fit.replace("--config shop.yaml", f"--config shop.yaml {HERE}"))
 shell(f"{test} --trainer.accelerator cpu --trainer.logger false")
-
-Path("train.py").write_text(SCRIPT)
-assert page.bash().count("Verdict:") == 2, "of the run, and shown again"
 
 np.savetxt("lengths.txt", np.arange(1, 1025), fmt="%d")
 page.bash()
 assert '"ranks": [[' in Path("plan.jsonl").read_text()
 
 page.bash()
-assert Path("weights.pt").exists()
-page.bash()
-assert Path("folder.ckpt").is_dir()
-page.bash()
-assert Path("changes.pt").exists()
+assert Path("weights.pt").exists() and Path("folder.ckpt").is_dir() and Path("changes.pt").exists()
 page.end()
