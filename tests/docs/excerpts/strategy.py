@@ -1,9 +1,6 @@
 """docs/strategy.md: options are taken, and the strategies and data modules that they make."""
 
 import lightning as L
-import yaml
-from jsonargparse import ArgumentParser
-from lightning.pytorch.strategies import Strategy
 from quick_start import Histories, Recommender, collate
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
@@ -14,11 +11,6 @@ train_set = Histories(64)
 history_lengths = train_set.lengths
 
 page.python(globals())
-
-parser = ArgumentParser()
-parser.add_argument("--strategy", type=Strategy)
-config = parser.parse_object({"strategy": yaml.safe_load(page.text("yaml"))["trainer"]["strategy"]})
-assert isinstance(parser.instantiate_classes(config).strategy, FreeScaleStrategy)
 
 page.python(globals())
 
