@@ -1,11 +1,10 @@
-"""docs/install.md and docs/index.md: commands of make exist."""
+"""docs/install.md and docs/index.md."""
 
-from tests.docs.excerpts import Excerpts, made
+from tests.docs.excerpts import Excerpts
 
 page = Excerpts("docs/install.md")
 for _ in range(2):
     page.text("bash")  # installs the package: test_package.py has that
-made(page.text("bash"))
 page.end()
 page = Excerpts("docs/index.md")
 page.text("diff")
