@@ -7,8 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-import yaml
-from jsonargparse import ArgumentParser
 from quick_start import Histories, collate
 from torch import Tensor
 
@@ -51,11 +49,6 @@ by_user = [[item for user, item, _ in visits if user == one] for one in range(64
 Path("train.txt").write_text("".join(" ".join(map(str, [user, *items])) + "\n" for user, items in enumerate(by_user)))
 days = pa.array([date(2026, 1, 1) + timedelta(time) for *_, time in visits])
 frame = pa.table({"user_id": users.cast(pa.string()), "asin": items.cast(pa.string()), "date": days})
-
-parser = ArgumentParser()
-parser.add_method_arguments(Kept, "from_interactions", "data")
-config = parser.parse_object({"data": yaml.safe_load(page.text("yaml"))["data"]})
-assert config.data.balance["assignment_mode"] == "slack"
 
 page.python(globals())
 assert batches_of_all() == 4
