@@ -15,7 +15,7 @@ SECTIONS = {  # module or package, the more specific one first: heading in docs/
     "embeddings/catalogue": "Weights of sharded tables",
     "embeddings/id_checks": "Ids and lookups",
     "embeddings/plain_embedding": "Weights of sharded tables",
-    "embeddings/overlap/proxy_route": "Trainer and strategy",
+    "embeddings/overlap/hot_route": "Trainer and strategy",
     "embeddings/overlap/split_backward": "Trainer and strategy",
     "embeddings/overlap/": "Ids and lookups",
     "embeddings/": "Tables, plans and optimizers",

@@ -331,5 +331,5 @@ def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str,
             "exchange. Two levels need several nodes with several ranks each"
         )
         exchange = "flat"
-    clips = {**clips, "exchange": exchange, "ranks_per_node": ranks}
+    clips = {**clips, "hot_rows": 0 if exchange == "flat" else 1 / ranks, "ranks_per_node": ranks}
     return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **clips)

@@ -13,34 +13,33 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
+from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
 
 
 @dataclass(frozen=True)
 class ForwardedRows:
-    """The share of :class:`SomeRows` that this rank handles as a proxy."""
+    """The share of :class:`SomeRows` that takes two hops."""
 
-    asked: RowSubset  # rows that the ranks of the node ask this proxy for
-    request_rows: RowSubset  # rows that this proxy asks the owners for
-    request: RowRequest  # the whole request of this proxy
+    hot: RowSubset  # rows of this rank that are exchanged with the proxies of its node
+    asked: RowSubset  # rows that the ranks of the node exchange with this rank as a proxy
+    through: Forwarded  # of the whole batch
 
 
 @dataclass(frozen=True)
 class SomeRows:
     """A part of the rows of a batch."""
 
-    requested: RowSubset  # requested by this rank
-    incoming: RowSubset  # requested from this rank as an owner, or from a proxy
-    forwarded: ForwardedRows | None = None  # None without proxies
+    requested: RowSubset  # requested by this rank from the owners; with hot rows, for the ranks of its node as well
+    incoming: RowSubset  # requested from this rank as an owner
+    forwarded: ForwardedRows | None = None  # None without hot rows
 
 
 @dataclass(frozen=True)
 class PassingRows:
-    """Rows that this rank keeps as a proxy until the last of them have arrived."""
+    """Indices into the values of a batch, for rows that take two hops."""
 
-    rows: Tensor  # slots of received rows, shape [places, dim]
-    places: Tensor  # index into rows for each row that the ranks of the node have asked for
-    late_places: Tensor  # indices into rows for those that arrive after the backward of the batch before
+    places: Tensor  # of each row that the ranks of the node have asked this proxy for
+    late_places: Tensor  # of the rows of this rank that a proxy sends after the backward of the batch before
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class BatchRows:
     values: Tensor  # slots of received rows, shape [places, dim]
     places: Tensor  # index into values for each id, shape [ids]
     awaited: SomeRows | None = None  # rows that the batch before updates and D sends; None if they were not compared
-    late_places: Tensor | None = None  # indices into values for the awaited rows
-    passing: PassingRows | None = None  # rows kept as a proxy; None without proxies, or once all have arrived
+    late_places: Tensor | None = None  # indices into values for the awaited rows that an owner sends
+    passing: PassingRows | None = None  # None without hot rows
 
 
 @dataclass

@@ -16,9 +16,9 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
+from lightning_freescale.embeddings.overlap.hot_route import HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.proxy_route import ProxyGroups, ProxyRoute
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
@@ -56,7 +56,8 @@ class OverlappedCollection:
         hold_gradients: bool = False,
         order: LaunchOrder | None = None,
         nodes: Nodes | None = None,
-        proxies: ProxyGroups | None = None,
+        hot: HotRouting | None = None,
+        near: dist.ProcessGroup | None = None,
     ) -> None:
         self.table_keys = [table.key for table in collection.tables]
         self.path, self.local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
@@ -65,12 +66,12 @@ class OverlappedCollection:
         shared = (local.dim, local.layout.device, self.statistics, order)
         self._transport = RowTransport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
         self._groups, self._transports = [group], [self._transport]
-        route: Route = DirectRoute(self._transport, local, RowRequest.empty(local.layout, dedup))
-        if nodes is not None and proxies is not None:
-            between = [node != proxies.far.rank() for node in range(nodes.count)]
-            hops = RowTransport(proxies.near, *shared), RowTransport(proxies.far, *shared, between)
-            self._groups, self._transports = [group, proxies.near, proxies.far], [self._transport, *hops]
-            route = ProxyRoute(*hops, local, route.no_rows)
+        no_rows = RowRequest.empty(local.layout, dedup)
+        route: Route = DirectRoute(self._transport, local, no_rows)
+        if hot is not None and near is not None:
+            self._groups.append(near)
+            self._transports.append(RowTransport(near, *shared))
+            route = hot.route(self._transports[1], self._transport, local, no_rows)
         # one thread and one process group per collection: they do everything that affects its rows
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
         exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)

@@ -19,10 +19,10 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
-from lightning_freescale.embeddings.overlap.hot_rows import Nodes
+from lightning_freescale.embeddings.overlap.hot_route import HotRouting
+from lightning_freescale.embeddings.overlap.hot_rows import HotRowsOption, Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import Evaluation, ModuleForward, without_weights
-from lightning_freescale.embeddings.overlap.proxy_route import ProxyGroups, nodes_with_proxies
 from lightning_freescale.embeddings.overlap.report import COUNTS
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
@@ -52,15 +52,18 @@ class OverlapEngine:
         clip_value: the limit of every element of a row's gradient, summed over ranks and batches; None for no limit.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. This costs
             overlap, because no gradient is sent during the next forward. Tables outside all parameter groups are not clipped.
-        exchange: ``"flat"``: every rank sends requests to the owners. ``"two_level"``: a row that several ranks of a node need
-            crosses the network once, and so does its gradient, through proxies in the node. This pays off with several nodes of
-            several ranks each and a network between nodes that is slower than the links within a node. It requires ``dedup``
-            and ``ranks_per_node``.
+        hot_rows: which rows take the route of hot rows. A row that several ranks of a node need then crosses the network once,
+            and so does its gradient, through a proxy in the node. ``"auto"``: the rows for which this is faster by the measured
+            cost of transfers within and between nodes. An int: this number of rows, an equal share of them by each owner. A
+            float: the rows that on average at least this share of a node's ranks request, if any of them does. 0: none. It
+            requires several nodes with several ranks each, ``ranks_per_node`` and ``dedup``; other values than ``"auto"`` and 0
+            are refused without the last two.
+        rerank_every_n_steps: the number of steps between two lists of hot rows. Results do not depend on the lists.
         ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
             that cross between nodes.
 
     Raises:
-        ValueError: ``exchange``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit together.
+        ValueError: ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit together.
 
     Attributes:
         tables: the sharded tables.
@@ -79,12 +82,13 @@ class OverlapEngine:
         transport: str = "auto",
         clip_value: float | None = None,
         hold_gradients: bool = False,
-        exchange: str = "flat",
+        hot_rows: HotRowsOption = "auto",
+        rerank_every_n_steps: int = 200,
         ranks_per_node: int | None = None,
     ) -> None:
         self.tables, self._steps = tables, 0
         self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
-        self._proxied = nodes_with_proxies(exchange, self._nodes, dedup)
+        self._hot = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
@@ -108,15 +112,15 @@ class OverlapEngine:
     ) -> OverlappedCollection:
         local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
         made = (collection.path, self._transport, self._timeout)
-        group, proxies = new_group(*made), None
+        group, near = new_group(*made), None
         group.connect()  # now instead of in a step
-        if self._proxied is not None:
-            proxies = ProxyGroups.connect(self._proxied, *made, take_turns=order is not None)
+        if self._hot is not None:
+            near = self._hot.near_group(*made, take_turns=order is not None)
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         turns = order if group.moves_by_nccl and group.size() > 1 else None
-        options = (self._dedup, self._hold_gradients, turns, self._nodes, proxies)
+        options = (self._dedup, self._hold_gradients, turns, self._nodes, self._hot, near)
         overlapped = OverlappedCollection(collection, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
         return overlapped
@@ -126,14 +130,14 @@ class OverlapEngine:
         if collection.managed:
             self.plain[collection.path] = "The model remaps its ids, so its rows are unknown before the lookup."
             return []
-        record, nodes = module.freescale_sharding, 1 if self._proxied is None else self._proxied.count
+        record = module.freescale_sharding
         widths = parts_by_width(collection, record.plan)
         several = len(widths) > 1
         parts = [
             replace(collection, path=f"{collection.path} (dim {each[0].dim})" if several else collection.path, tables=each)
             for each in widths
         ]
-        where = (record.plan, record.orders, self.tables.group.size(), self.tables.device, nodes)
+        where = (record.plan, record.orders, self.tables.group.size(), self.tables.device)
         return [(each, RowLayout.from_plan(each, *where)) for each in parts]
 
     def begin_step(

@@ -25,13 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.transport import RowTransport
+
+HotRowsOption: TypeAlias = int | float | Literal["auto"]
+"""See :class:`.OverlapEngine`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class AccessCounts:
 
     def add_reads(self, rows: Tensor, extra: Tensor) -> None:
         """Add the ``extra`` ranks (float32) for which proxies requested rows that :meth:`count` saw as one rank's."""
-        self.reads.index_add_(0, rows, extra)
+        self.reads.index_put_((rows,), extra, accumulate=True)  # index_add_ is not deterministic on CUDA
 
     def decay(self) -> None:
         self.batches /= 2
@@ -162,7 +165,8 @@ class HotRowsRule:
         read = counts.reads[counts.reads >= 2.0**_FIRST_OCTAVE]  # others are nearly forgotten
         bins = (torch.log2(read) * _PER_OCTAVE).floor().long().sub_(_FIRST_OCTAVE * _PER_OCTAVE).clamp_(max=_BINS - 1)
         histogram = torch.zeros(2, _BINS, dtype=torch.float64, device=read.device)
-        histogram.index_add_(1, bins, torch.stack([torch.ones_like(read), read]).double())
+        for row, values in zip(histogram, (torch.ones_like(read), read)):
+            row.index_put_((bins,), values.double(), accumulate=True)
         sums = torch.stack([counts.reads[rows].sum(), counts.visits[rows].sum()]).double()
         reads, visits, *found = torch.cat([sums, histogram.flatten()]).tolist()  # on CUDA the host waits here
         saved = 0.0

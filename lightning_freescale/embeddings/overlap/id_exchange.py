@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap.batch_state import SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 
@@ -145,7 +145,7 @@ class IdsToSend:
     gives_up: bool = False  # as in Head
     moves: bool = False  # as in Head
     evaluated: int = 0  # as in Head
-    before: IncomingRows | None = None  # incoming rows of an earlier message; they stay valid for ranks without a request now
+    before: RequestedRows | None = None  # rows of an earlier message; they stay valid for ranks without a request now
 
 
 _IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))

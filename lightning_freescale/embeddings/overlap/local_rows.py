@@ -220,7 +220,7 @@ class LocalRows:
 
     def places(self, table: int, ids: Tensor) -> Tensor:
         """Return the index of each id among this rank's rows of a table; outside of its range for rows of other ranks."""
-        first = self.layout.starts[self.layout.places[self.rank]] + self.first_row(table)
+        first = self.layout.starts[self.rank] + self.first_row(table)
         return self.layout.keys(table, ids) - first
 
     @torch.no_grad()

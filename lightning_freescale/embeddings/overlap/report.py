@@ -53,18 +53,18 @@ class ExchangeStatistics:
         yield
         self.count(**{name: time.perf_counter() - began})
 
-    def count_lookup(self, request: RowRequest, place: int, dim: int, torchrec_bytes: int | None = None) -> None:
+    def count_lookup(self, request: RowRequest, rank: int, dim: int, torchrec_bytes: int | None = None) -> None:
         """Count the rows and ids of this rank's lookups, and the bytes that TorchRec would move for them.
 
-        ``torchrec_bytes`` is passed for bags only. ``place`` is the index of this rank among the owners.
+        ``torchrec_bytes`` is passed for bags only.
         """
         ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, its row, and the gradient back
         self.count(
             tokens=ids,
             rows=rows,
-            torchrec_bytes=(ids - request.ids[place]) * per_row if torchrec_bytes is None else torchrec_bytes,
-            dedup_bytes=(rows - request.owned[place]) * per_row,
+            torchrec_bytes=(ids - request.ids[rank]) * per_row if torchrec_bytes is None else torchrec_bytes,
+            dedup_bytes=(rows - request.sizes[rank]) * per_row,
         )
 
     def totals(self) -> dict[str, float]:
@@ -151,7 +151,6 @@ class BagTraffic:
         last = torch.tensor([[layout.rows_of(each)] for each in range(layout.ranks)])
         holds = torch.diff(layout.first_row, append=last) > 0
         sends = holds | (holds.sum(dim=0) > 1)
-        self._places = np.array(layout.places)
         self._others = np.arange(layout.ranks) != rank
         self._senders = [
             (feature, (sends[:, table].numpy() & self._others).astype(np.int64)) for feature, table in layout.features
@@ -164,6 +163,6 @@ class BagTraffic:
         return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
 
     def torchrec_bytes(self, request: RowRequest, pooled_rows: np.ndarray | int) -> int:
-        ids = np.array(request.ids)[self._places]  # by rank
+        ids = np.array(request.ids)
         # an id of 64 bits; the length of a bag, its pooled row, and the gradient back
         return int((8 * ids + (4 + 2 * 4 * self._dim) * pooled_rows)[self._others].sum())

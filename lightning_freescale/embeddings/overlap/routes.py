@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def exchange_flagged(
 class DirectRoute:
     """Sends ids and gradients directly to the owners, and rows and flags back.
 
-    :class:`.ProxyRoute` has the same methods. Methods that send anything are collective.
+    :class:`.HotRoute` has the same methods. Methods that send anything are collective.
     """
 
     def __init__(self, transport: RowTransport, local: LocalRows, no_rows: RowRequest) -> None:
@@ -101,8 +101,8 @@ class DirectRoute:
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the ranks marked in ``asks``, which need other rows of the current batch than they requested before.
 
-        Return the incoming rows and the values of ``request``, the rows of this rank if it is marked. With proxies, the
-        incoming rows may include rows that other ranks have requested before.
+        Return the incoming rows and the values of ``request``, the rows of this rank if it is marked. With hot rows, the
+        incoming rows include those that other ranks of the node have requested before.
         """
         new = self._ids.exchange_other(request, heads, asks)
         return new, self.give_rows(RequestedRows(request, new))
@@ -147,6 +147,10 @@ class DirectRoute:
     def all_of(self, requested: RequestedRows) -> SomeRows:
         request, incoming, device = requested.request, requested.incoming, self._transport.device
         return SomeRows(RowSubset.all_of(request.sizes, device), RowSubset.all_of(incoming.sizes, device))
+
+    def withheld(self, given: SomeRows) -> SomeRows:
+        """Return ``given`` for a message in which this rank sends a request in place of its gradients."""
+        return replace(given, requested=self.nothing_given.requested)
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
         self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)

@@ -23,6 +23,7 @@ from lightning_freescale.embeddings.overlap.batch_state import (
     RequestedRows,
     SomeRows,
 )
+from lightning_freescale.embeddings.overlap.hot_route import HotRoute
 from lightning_freescale.embeddings.overlap.id_exchange import (
     Head,
     IdsToSend,
@@ -32,13 +33,12 @@ from lightning_freescale.embeddings.overlap.id_exchange import (
     refuse_ranks_out_of_step,
 )
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.proxy_route import ProxyRoute
 from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
 
-Route: TypeAlias = DirectRoute | ProxyRoute
+Route: TypeAlias = DirectRoute | HotRoute
 
 
 class EvaluatedRows(NamedTuple):
@@ -93,7 +93,6 @@ class RowExchange:
 
         ``looked_up`` are the lookups of ``current`` so far, and ``predicted`` tells whether they were submitted ahead.
         """
-        current.rows.passing = None  # memory: all its rows have arrived
         lookup, request, wrong = LookedUp.PREDICTED, self._route.no_rows, None
         if not (predicted and current.announced.submitted):
             lookup, request, wrong = self._ask_for(looked_up, LookedUp.OTHERS)
@@ -184,7 +183,7 @@ class RowExchange:
         later, requested = [head.state == NextIds.LATER for head in self._heads], following.requested
         if not later[self._rank]:
             sent = IdsToSend(NextIds.ANNOUNCED, self._route.no_rows)
-        sent = replace(sent, before=requested.incoming)
+        sent = replace(sent, before=requested)
         nothing = (LookedUp.PREDICTED, self._route.nothing_given, self._no_values)
         heads, incoming, _ = self._exchange_until_served(sent, current.update.updates, *nothing)
         self._heads = [new if is_later else old for new, old, is_later in zip(heads, self._heads, later)]
@@ -199,8 +198,7 @@ class RowExchange:
         Without lookups, serve those of other ranks. Return the rows, and the index of the row of each id.
         """
         # other ranks may send gradients in the same message: provide their slots
-        nothing = self._route.nothing_given
-        given = nothing if self._waits_for_ids() else replace(self._given_in_time(current), requested=nothing.requested)
+        given = self._route.nothing_given if self._waits_for_ids() else self._route.withheld(self._given_in_time(current))
         kind, request, wrong = self._ask_for(lookups, LookedUp.MORE)
         sent, updates = IdsToSend(NextIds.ANNOUNCED, request), current.update.updates
         heads, incoming, _ = self._route.exchange_ids(sent, updates, kind, given, self._no_values)
@@ -227,16 +225,16 @@ class RowExchange:
             lookup, request = LookedUp.OTHERS, self._request(anew)
             current.requested = replace(current.requested, request=request)
         sums = current.gradients.sums = self._sum_per_row(current.requested.request, gradient, pooled_rows)
-        given, incoming = self._given_in_time(current), current.requested.incoming
+        given, requested = self._given_in_time(current), current.requested
         if anew is not None:
-            given = replace(given, requested=self._route.nothing_given.requested)
-        sent = IdsToSend(NextIds.ANNOUNCED, request, moves=gradient is not None or update.whole_used, before=incoming)
+            given = self._route.withheld(given)
+        sent = IdsToSend(NextIds.ANNOUNCED, request, moves=gradient is not None or update.whole_used, before=requested)
         heads, new, came = self._exchange_until_served(sent, update.updates, lookup, given, sums)
         self.row_updates.count_step(current, any(head.moves for head in heads))
         self._route.count_gradients("colliding", given)
         changed = [head.lookup == LookedUp.OTHERS for head in heads]
         if any(changed):
-            self._update_anew(current, following, incoming.replaced(new, changed))
+            self._update_anew(current, following, requested.incoming.replaced(new, changed))
         elif update.updates and (update.held or following.rows.awaited is None):
             self.row_updates.take(current, given, came)
             current.gradients = BatchGradients(patient=self._route.nothing_given)
@@ -284,7 +282,7 @@ class RowExchange:
         if gradient is None:
             return torch.zeros(sum(request.sizes), self.local.dim, device=self._no_values.device)
         pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(request, pooled_rows)
-        self._statistics.count_lookup(request, self.local.layout.places[self._rank], self.local.dim, pooled)
+        self._statistics.count_lookup(request, self._rank, self.local.dim, pooled)
         sums = request.sum_per_row(gradient)
         return sums.div_(self._ranks) if get_gradient_division() else sums
 

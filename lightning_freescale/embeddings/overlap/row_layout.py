@@ -18,19 +18,16 @@ class RowLayout:
     """The rows of all tables of a collection, numbered consecutively on each owner, table after table.
 
     One sorted list of numbers encodes owner, table and row, and ``unique`` returns rows in the order in which they are sent.
-    Row-wise and table-wise tables share one implementation. If requests go through proxies, the owners that share a proxy are
-    adjacent: the first ranks of all nodes, then the second ranks.
+    Row-wise and table-wise tables share one implementation.
     """
 
     tables: tuple[Table, ...]  # tables, or parts of tables that a plan splits by columns; all of one width
     features: tuple[tuple[str, int], ...]  # (feature, index of its table), in the order of the collection
     blocks: tuple[int, ...]  # rows of each table per owner
     first_row: Tensor  # number of each table's first row on each owner, shape [ranks, tables], on the host
-    starts: Tensor  # key of each owner's first row, shape [ranks + 1], in the order of places
+    starts: Tensor  # key of each owner's first row, shape [ranks + 1]
     shifts: tuple[Tensor | None, ...]  # per table: key minus position in each of its blocks, shape [blocks] or [1]; None if 0
     orders: tuple[RowOrder, ...]  # order of the rows of each table
-    places: tuple[int, ...]  # index of every rank among the owners
-    nodes: int = 1  # number of nodes with proxies, 1 without
 
     @classmethod
     def from_plan(
@@ -40,7 +37,6 @@ class RowLayout:
         orders: Mapping[str, RowOrder],
         ranks: int,
         device: torch.device,
-        nodes: int = 1,
     ) -> RowLayout:
         """Return the layout of a collection whose tables are one result of :func:`parts_by_width`.
 
@@ -59,32 +55,23 @@ class RowLayout:
             )
         features = tuple((feature, i) for i, each in enumerate(collection.tables) for feature in each.features)
         first_row = torch.cumsum(counts, dim=1) - counts
-        each = ranks // nodes
-        places = tuple(rank % each * nodes + rank // each if nodes > 1 else rank for rank in range(ranks))
-        place_of = torch.tensor(places)
-        in_order = torch.argsort(place_of)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1)[in_order], dim=0)])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts.sum(dim=1), dim=0)])
         shifts: list[Tensor | None] = []
         for index, table in enumerate(collection.tables):
             shards = torch.arange(-(-table.rows // blocks[index]))
             owners = first_owner[index] + shards
-            shift = starts[place_of[owners]] + first_row[owners, index] - shards * blocks[index]
+            shift = starts[owners] + first_row[owners, index] - shards * blocks[index]
             if bool(shift.any()):
                 shifts.append((shift[:1] if bool((shift == shift[0]).all()) else shift).to(device))
             else:
                 shifts.append(None)
         row_orders = tuple(orders[table.name] for table in collection.tables)
-        numbers = (blocks, first_row, starts.to(device), tuple(shifts), row_orders, places, nodes)
+        numbers = (blocks, first_row, starts.to(device), tuple(shifts), row_orders)
         return cls(collection.tables, features, *numbers)
 
     @property
     def ranks(self) -> int:
         return len(self.starts) - 1
-
-    @property
-    def peers(self) -> int:
-        """The number of ranks that a rank sends requests to: all owners, or the proxies of its node."""
-        return self.ranks // self.nodes
 
     @property
     def key_bits(self) -> int:
@@ -95,8 +82,7 @@ class RowLayout:
         return self.starts.device
 
     def rows_of(self, rank: int) -> int:
-        place = self.places[rank]
-        return int(self.starts[place + 1] - self.starts[place])
+        return int(self.starts[rank + 1] - self.starts[rank])
 
     def keys(self, table: int, ids: Tensor) -> Tensor:
         """Return the key of every id of a table: the number of its row, counted over all owners. Shapes: ``[ids]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -27,15 +27,14 @@ class RowRequest:
 
     rows: Tensor  # row number on its owner, shape [rows]
     sizes: list[int]  # rows per rank that receives the request: an owner, or a proxy
-    ids: list[int]  # ids of the batch per owner, in the layout's order of owners
+    ids: list[int]  # ids of the batch per owner
     of_lookup: list[int]  # ids of each lookup
     # Numbers on the host for each rank that receives the request, shape [ranks, slots]. Without dedup and with several
-    # features: its rows per feature. To a proxy: the rows per node. From a proxy: the heads of its node. Otherwise empty.
+    # features: its rows per feature. To a proxy: the rows per node of the owners. Otherwise empty.
     slots: Tensor
     order: Tensor  # indices of the ids of the batch, sorted by their row, shape [ids]
     first: Tensor  # index into order of the first id of each row, shape [rows]
     inverse: Tensor  # index into rows for each id, shape [ids], lookup by lookup, each in the layout's order of features
-    owned: list[int]  # rows per owner, in the layout's order of owners
 
     @classmethod
     def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
@@ -47,57 +46,37 @@ class RowRequest:
         parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
         of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # one call for all features of a table
         keys = _joined([layout.keys(table, _joined([ids for _, ids in run])) for table, run in of_tables])
-        slots = _no_slots(layout, dedup)
         if dedup:
-            ordered, order, first, places, edges = _each_once(keys, layout.starts, layout.key_bits)
-            owned, of_ids = torch.diff(edges), torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
-        else:
-            lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
-            feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=keys.numel())
-            slot = layout.owners(keys) * features + feature
-            order = torch.argsort(slot, stable=True)
-            ordered, first = keys[order], torch.arange(keys.numel(), device=keys.device)
-            places = first
-            counts = torch.bincount(slot, minlength=layout.ranks * features).view(layout.ranks, -1)
-            slots, owned = counts.cpu() if slots.shape[1] else slots, counts.sum(dim=1)
-            of_ids = owned
-        rows = ordered - torch.repeat_interleave(layout.starts[:-1], owned, output_size=ordered.numel())
-        inverse = torch.empty_like(order, dtype=torch.int32)
-        inverse[order] = places.int()
-        sizes, id_sizes = torch.stack([owned, of_ids]).tolist()  # on CUDA the host waits here
-        owned = sizes
-        if layout.nodes > 1:
-            slots = torch.tensor(owned).view(layout.peers, layout.nodes)
-            sizes = slots.sum(dim=1).tolist()
-        return cls(rows.int(), sizes, id_sizes, of_lookup, slots, order.int(), first.int(), inverse, owned)
+            return replace(cls.of_keys(keys, layout), of_lookup=of_lookup)
+        lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
+        feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=keys.numel())
+        slot = layout.owners(keys) * features + feature
+        order = torch.argsort(slot, stable=True)
+        first = torch.arange(keys.numel(), device=keys.device)
+        counts = torch.bincount(slot, minlength=layout.ranks * features).view(layout.ranks, -1)
+        sizes = counts.sum(dim=1).tolist()  # on CUDA the host waits here
+        slots = counts.cpu() if features > 1 else _no_slots(layout, dedup)
+        rows = _on_owners(keys[order], sizes, layout)
+        return cls(rows, sizes, sizes, of_lookup, slots, order.int(), first.int(), _inverse(order, first))
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:
         nothing, none = torch.empty(0, dtype=torch.int32, device=layout.device), [0] * layout.ranks
-        return cls(nothing, [0] * layout.peers, none, [], _no_slots(layout, dedup), nothing, nothing, nothing, none)
+        return cls(nothing, none, none, [], _no_slots(layout, dedup), nothing, nothing, nothing)
 
     @classmethod
-    def of_proxy(cls, asked: IncomingRows, starts: Tensor, key_bits: int, heads: Tensor) -> RowRequest:
-        """Return the request of a proxy, which has each row that its node requests once. Those rows are its ids.
-
-        ``asked`` are the requests of the node's ranks, with ``slots`` rows per node. ``starts`` are :attr:`RowLayout.starts` of
-        the owners that receive the request, and ``key_bits`` the bits of the last of them. ``heads`` go to each of these
-        owners.
-        """
-        nodes = len(starts) - 1
-        slots = heads.expand(nodes, -1)
-        if not len(asked.rows):
-            nothing, none = asked.rows.int(), [0] * nodes
-            return cls(nothing, none, none, [], slots, nothing, nothing, nothing, none)
-        shifts, counts = starts[:-1].repeat(len(asked.sizes)), asked.slots.flatten().to(starts.device)
-        keys = asked.rows + torch.repeat_interleave(shifts, counts, output_size=asked.rows.numel())
-        ordered, order, first, places, edges = _each_once(keys, starts, key_bits)
-        owned = torch.diff(edges)
-        rows = ordered - torch.repeat_interleave(starts[:-1], owned, output_size=ordered.numel())
-        inverse = torch.empty_like(order, dtype=torch.int32)
-        inverse[order] = places.int()
-        sizes = owned.tolist()  # on CUDA the host waits here
-        return cls(rows.int(), sizes, sizes, [], slots, order.int(), first.int(), inverse, sizes)
+    def of_keys(cls, keys: Tensor, layout: RowLayout) -> RowRequest:
+        """Return the request for the rows of ``keys``, see :func:`keys_of`; each row once. The keys are its ids."""
+        ordered, order = _sorted(keys, layout.key_bits)
+        new = torch.ones_like(ordered, dtype=torch.bool)
+        new[1:] = ordered[1:] != ordered[:-1]
+        first = new.nonzero().squeeze(1)
+        ordered, places = ordered[first], new.cumsum(0) - 1
+        edges = torch.searchsorted(ordered, layout.starts)
+        of_ids = torch.diff(F.pad(first, (0, 1), value=keys.numel())[edges])
+        sizes, ids = torch.stack([torch.diff(edges), of_ids]).tolist()  # on CUDA the host waits here
+        rows = _on_owners(ordered, sizes, layout)
+        return cls(rows, sizes, ids, [], _no_slots(layout, True), order.int(), first.int(), _inverse(order, places))
 
     def sum_per_row(self, gradient: Tensor) -> Tensor:
         """Sum the gradients of the ids of each row, in the order of the batch: ``[ids, dim]`` to ``[rows, dim]``."""
@@ -111,17 +90,18 @@ class IncomingRows:
     """Rows that other ranks request from this rank, in the order of arrival: by requesting rank."""
 
     rows: Tensor  # row numbers here, int64 of shape [rows]
-    sizes: list[int]  # rows per requesting rank; with proxies, the requesting ranks are the proxies of all nodes
+    sizes: list[int]  # rows per requesting rank
     slots: Tensor  # RowRequest.slots per requesting rank
-    forwarded: Forwarded | None = None  # the requests to this rank as a proxy in the same message; None without proxies
+    forwarded: Forwarded | None = None  # how the rows of this rank were requested; None if from the owners only
 
     def replaced(self, new: IncomingRows, by: Sequence[bool]) -> IncomingRows:
-        """Return these rows, with those of the ranks marked in ``by`` replaced by ``new``; whole nodes with proxies."""
-        forwarded = None
-        if self.forwarded is not None:
-            ranks = len(by) // len(self.sizes)  # of a node
-            by = [any(by[first : first + ranks]) for first in range(0, len(by), ranks)]
-            forwarded = (new if by[self.forwarded.node] else self).forwarded
+        """Return these rows, with those of the ranks marked in ``by`` replaced by ``new``; whole nodes with hot rows."""
+        forwarded = self.forwarded
+        if new.forwarded is not None:
+            each = len(new.forwarded.asked.sizes)
+            nodes = [any(by[first : first + each]) for first in range(0, len(by), each)]
+            by = [changed for changed in nodes for _ in range(each)]
+            forwarded = new.forwarded if nodes[new.forwarded.node] else forwarded
         pairs = zip(self.rows.split(self.sizes), new.rows.split(new.sizes), by)
         parts = [later if changed else earlier for earlier, later, changed in pairs]
         slots = torch.where(torch.tensor(by)[:, None], new.slots, self.slots)
@@ -137,24 +117,19 @@ class IncomingRows:
 
 
 @dataclass(frozen=True)
-class Forwarded:
-    """The rows that a proxy requests from the owners for the ranks of its node."""
-
-    node: int  # index of the node of this rank
-    asked: IncomingRows  # requests of the node's ranks; the slots are rows per node
-    request: RowRequest  # the same rows, each once
-
-
-@dataclass(frozen=True)
 class RowSubset:
     """Some of the rows that are sent between this rank and each other rank."""
 
-    index: Tensor  # ascending indices, shape [chosen]
+    index: Tensor  # indices of these rows, shape [chosen]
     sizes: list[int]  # number of chosen rows per rank
 
     @classmethod
     def all_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
         return cls(torch.arange(sum(sizes), device=device), list(sizes))
+
+    def part(self, chosen: RowSubset) -> RowSubset:
+        """Return the rows whose positions in this subset are chosen."""
+        return RowSubset(self.index.index_select(0, chosen.index), chosen.sizes)
 
     @classmethod
     def split(cls, mask: Tensor, sizes: Sequence[int]) -> tuple[RowSubset, RowSubset]:
@@ -166,18 +141,39 @@ class RowSubset:
         return cls(index, chosen), cls((~mask).nonzero().squeeze(1), others)
 
 
-def _each_once(keys: Tensor, starts: Tensor, key_bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the sorted distinct keys and their indices.
+@dataclass(frozen=True)
+class Forwarded:
+    """The rows of a batch that this rank requests with hot rows: its own cold rows, and rows for the ranks of its node."""
 
-    The indices are: the index into ``keys`` of each key in sorted order; the index into that of the first of each distinct key;
-    the distinct key of each sorted key; and the number of distinct keys below each of ``starts``.
-    """
-    ordered, order = _sorted(keys, key_bits)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    first = new.nonzero().squeeze(1)
-    ordered, places = ordered[first], new.cumsum(0) - 1
-    return ordered, order, first, places, torch.searchsorted(ordered, starts)
+    node: int  # index of the node of this rank
+    hot: RowSubset  # rows of this rank that it requests from the proxies of its node
+    cold: Tensor  # indices of all other rows of this rank
+    asked: IncomingRows  # rows that the ranks of the node request from this rank as a proxy; the slots are rows per node
+    request: RowRequest  # each cold and each asked row once; these are its ids, cold ones first
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The indices into the rows of ``request`` for each cold and for each asked row."""
+        return self.request.inverse[: len(self.cold)], self.request.inverse[len(self.cold) :]
+
+
+def keys_of(rows: Tensor, sizes: Sequence[int], layout: RowLayout) -> Tensor:
+    """Return the key of each row, see :meth:`RowLayout.keys`, of ``sizes`` rows per owner."""
+    return rows + _first_keys(sizes, rows.numel(), layout)
+
+
+def _first_keys(sizes: Sequence[int], rows: int, layout: RowLayout) -> Tensor:
+    return torch.repeat_interleave(layout.starts[:-1], torch.tensor(sizes, device=layout.device), output_size=rows)
+
+
+def _on_owners(keys: Tensor, sizes: Sequence[int], layout: RowLayout) -> Tensor:
+    return (keys - _first_keys(sizes, keys.numel(), layout)).int()
+
+
+def _inverse(order: Tensor, places: Tensor) -> Tensor:
+    inverse = torch.empty_like(order, dtype=torch.int32)
+    inverse[order] = places.int()
+    return inverse
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -186,9 +182,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _no_slots(layout: RowLayout, dedup: bool) -> Tensor:
     slots = 0 if dedup or len(layout.features) == 1 else len(layout.features)
-    if layout.nodes > 1:
-        slots = layout.nodes
-    return torch.zeros(layout.peers, slots, dtype=torch.int64)
+    return torch.zeros(layout.ranks, slots, dtype=torch.int64)
 
 
 def _sorted(keys: Tensor, key_bits: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from lightning_freescale.embeddings.overlap.local_rows import CpuKernel, TableKe
 from lightning_freescale.embeddings.overlap.transport import ExchangeWorker, RowTransport
 from lightning_freescale.embeddings.shards import ShardedTables, kernels
 from lightning_freescale.testing import run_distributed
+from tests.helpers.hot_rows import HOT
 from tests.helpers.jagged import copy_of
 from tests.helpers.pretended_gpu import GPU, PretendedGPU
 from tests.helpers.sequences import OPTIMIZERS, Batch, NextIds, Run, batches, differences, known, result_of, sharded
@@ -183,10 +184,10 @@ def _both(kind: str, options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     [
         ("rowwise_adagrad", {}),
         ("adagrad", {"dedup": True, "holds": True}),
-        ("adagrad", {"dedup": True, "holds": True, "exchange": "two_level", "ranks_per_node": 2}),
+        ("adagrad", {**HOT, "holds": True}),
         pytest.param("rowwise_adagrad", {"holds": True}, marks=pytest.mark.slow),
         pytest.param("sgd", {"dedup": True}, marks=pytest.mark.slow),
-        pytest.param("adagrad", {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}, marks=pytest.mark.slow),
+        pytest.param("adagrad", HOT, marks=pytest.mark.slow),
     ],
 )
 def test_numbers_order_of_streams_and_determinism(kind: str, options: dict[str, Any]) -> None:

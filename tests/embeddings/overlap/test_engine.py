@@ -20,6 +20,7 @@ from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
+from tests.helpers.hot_rows import HOT, every_row_hot, lists_that_differ
 from tests.helpers.sequences import (
     DIM,
     OPTIMIZERS,
@@ -37,7 +38,6 @@ from tests.helpers.sequences import (
 
 STEPS = 16
 HOW = OPTIMIZERS["rowwise_adagrad"]
-TWO_LEVEL = {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}
 APART = patch.object(id_exchange, "heads_travel_apart", lambda device: True)
 """True as on a GPU, where the host would have to wait for heads on the device."""
 WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
@@ -46,6 +46,11 @@ WAYS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
     "heads apart": (APART, {"submit": ids_by_turns}),
     "ids that do not fit": (patch.object(id_exchange, "_FEWEST_IDS", 1), {}),
     "messages to many ranks": (patch.object(id_exchange, "_FEW_RANKS", 0), {}),
+}
+WITH_HOT_ROWS: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
+    "all rows hot": (every_row_hot(), {}),
+    "lists that differ": (lists_that_differ(), {}),
+    "lists that differ, late, wrong or unknown": (lists_that_differ(), {"submit": ids_by_turns}),
 }
 
 
@@ -68,7 +73,7 @@ def _in_all_ways(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, lis
     plain = train_plain(OPTIMIZERS[optimizer], data, rate=lambda step: 0.3 / (1 + step))
     assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
     found, statistics = {}, {}
-    for name, (changed, way) in (WAYS if options else {**WAYS, "exact": (nullcontext(), {})}).items():
+    for name, (changed, way) in (WAYS | (WITH_HOT_ROWS if options else {"exact": (nullcontext(), {})})).items():
         with changed, _counted_exchanges() as exchanges:
             mine = train_overlapped(OPTIMIZERS[optimizer], data, rate=lambda step: 0.3 / (1 + step), **{**way, **options})
         found[name] = differences(mine, plain, exact="dedup" not in {**way, **options})
@@ -80,9 +85,9 @@ def _in_all_ways(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, lis
     ("ranks", "optimizer", "options"),
     [
         (2, "rowwise_adagrad", {}),
-        (4, "sgd", TWO_LEVEL),
+        (4, "sgd", HOT),
         pytest.param(3, "adagrad", {}, marks=pytest.mark.slow),
-        pytest.param(4, "rowwise_adagrad", TWO_LEVEL, marks=pytest.mark.slow),
+        pytest.param(4, "rowwise_adagrad", HOT, marks=pytest.mark.slow),
     ],
 )
 def test_same_numbers_however_ids_come(ranks: int, optimizer: str, options: dict[str, Any]) -> None:
@@ -92,9 +97,11 @@ def test_same_numbers_however_ids_come(ranks: int, optimizer: str, options: dict
         for name in {"exact", "dedup"} & statistics.keys():
             kinds = [statistics[name][f"{kind}predicted_lookups"] for kind in ("", "un")]
             assert kinds == [2 * (STEPS - 1), 2] and statistics[name]["mispredicted_lookups"] == 0, name
-            most = 8 * STEPS + 9 if options else 4 * STEPS + 5
+            most = (8 + 3) * STEPS + 9 if options else 4 * STEPS + 5
             counts = [statistics[name][f"exchanges of freescale-{path}"] for path in ("items", "tags")]
-            assert max(counts) <= most, "four in a step, each over two hops with two levels, and those of both ends"
+            assert max(counts) <= most, (
+                "four in a step, each over two hops with hot rows, three of each list, and those of both ends"
+            )
     for kind in ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups"):
         assert sum(statistics["late, wrong or unknown"][kind] for _, statistics in results) >= 3 * ranks, kind
 
@@ -192,17 +199,17 @@ def _unforeseen() -> dict[str, list[str]]:
         return usual(self, batch) + 0.1 * self.items(others[call - 1]["ids"])["candidate"].values().square().sum()
 
     flat, found = _with_forward(train_overlapped, forward, "sgd"), {}
-    for name, changed in (("two levels", nullcontext()), ("heads apart", APART)):
+    for name, changed in (("hot rows", nullcontext()), ("lists that differ", lists_that_differ()), ("heads apart", APART)):
         with changed:
-            mine = _with_forward(train_overlapped, forward, "sgd", **TWO_LEVEL)
+            mine = _with_forward(train_overlapped, forward, "sgd", **HOT)
         counted = [run.statistics["mispredicted_lookups"] for run in (flat, mine)]
         found[name] = differences(mine, flat, exact=False) + [f"mispredicted {counted}"] * (counted[0] != counted[1])
     return found
 
 
-def test_lookups_that_two_levels_do_not_foresee() -> None:
+def test_lookups_with_hot_rows_that_were_not_submitted() -> None:
     for found in run_distributed(_unforeseen, 4):
-        assert found == {"two levels": [], "heads apart": []}
+        assert found == {"hot rows": [], "lists that differ": [], "heads apart": []}
 
 
 def _in_turns() -> dict[str, float]:

@@ -15,6 +15,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.testing import run_distributed
+from tests.helpers.hot_rows import HOT
 from tests.helpers.sequences import OPTIMIZERS, Batch, batches, known, sharded, train_overlapped
 
 SGD, ADAM = OPTIMIZERS["sgd"], TableOptimizer(torch.optim.Adam, {"lr": 0.05}, sparse_adam=True)
@@ -140,7 +141,7 @@ def _raised(names: list[str], options: dict[str, Any]) -> dict[str, str]:
     ("ranks", "names", "options"),
     [
         (3, [*CASES, *ONE_LEVEL], {}),
-        (4, ["beyond", "fewer batches"], {"dedup": True, "exchange": "two_level", "ranks_per_node": 2}),
+        (4, ["beyond", "fewer batches"], HOT),
     ],
 )
 def test_every_rank_raises(ranks: int, names: list[str], options: dict[str, Any]) -> None:

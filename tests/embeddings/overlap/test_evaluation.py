@@ -30,6 +30,7 @@ from lightning_freescale.embeddings.overlap import OverlapEngine, local_rows
 from lightning_freescale.embeddings.sharding import TableSharding
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.bags import MEAN, SETTINGS, SUM, configs
+from tests.helpers.hot_rows import HOT
 
 ROWS = 30
 FEATURES = {"rows": ["a", "b", "c"], "bags": ["d", "e", "f"], "weighted": ["g", "h"]}
@@ -155,9 +156,6 @@ def _looked_up(seed: int, lookups: int, options: dict[str, Any]) -> list[str]:
     return found
 
 
-TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
-
-
 @pytest.mark.parametrize(
     ("seed", "ranks", "options"),
     [
@@ -165,7 +163,7 @@ TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
         (1, 2, {}),
         (2, 3, {}),
         (3, 2, {"dedup": False}),
-        (4, 4, TWO_LEVEL),
+        (4, 4, HOT),
         (5, 4, {"planned": True}),
         (6, 2, {"cached": True}),
     ],

@@ -1,4 +1,4 @@
-"""The two-level exchange sends shared rows of a node between nodes once, and refuses what it does not support."""
+"""The route of hot rows sends shared rows of a node between nodes once, and refuses what it does not support."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import compress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.hot_rows import HOT, every_row_hot
 from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded, train_overlapped
 
-TWO_LEVEL = {"exchange": "two_level", "ranks_per_node": 2}
 HOW = OPTIMIZERS["rowwise_adagrad"]
 
 
@@ -45,34 +46,36 @@ class _Sent:
 
 
 def _both_sent() -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, float]]]:
-    data, sent = batches(dist.get_rank() // 2, 8, samples=64), _Sent(2)  # the ranks of a node need the same rows
+    data, sent = batches(dist.get_rank() // 2, 8, samples=256), _Sent(2)  # the ranks of a node need the same rows
     found, seen = {}, {}
-    for exchange in ("flat", "two_level"):
+    options = {"dedup": True, "rerank_every_n_steps": 8_000, "ranks_per_node": 2}  # no list is published
+    for hot_rows in (0, 0.5):
         sent.words = sent.rows = 0
-        seen[exchange] = train_overlapped(HOW, data, dedup=True, exchange=exchange, ranks_per_node=2).statistics
-        found[exchange] = sent.words, sent.rows
+        with every_row_hot():
+            seen[hot_rows] = train_overlapped(HOW, data, hot_rows=hot_rows, **options).statistics
+        found[hot_rows] = sent.words, sent.rows
     return found, seen
 
 
-def test_what_a_node_needs_crosses_once() -> None:
+def test_rows_that_a_node_needs_cross_once() -> None:
     totals: Counter[str] = Counter()
     for found, counted in run_distributed(_both_sent, 4):
-        for exchange, (words, rows) in found.items():
-            totals[f"{exchange} words"] += words
-            totals[f"{exchange} rows"] += rows
-            crossed = counted[exchange]["cross_node_bytes"]
+        for hot_rows, (words, rows) in found.items():
+            totals[f"{hot_rows} words"] += words
+            totals[f"{hot_rows} rows"] += rows
+            crossed = counted[hot_rows]["cross_node_bytes"]
             assert 0.95 * 4 * words <= crossed <= 4 * words, "padding to whole rows is not counted"
         for name in ("tokens", "rows", "dedup_bytes"):
-            assert counted["two_level"][name] == counted["flat"][name] > 0, name
-    assert totals["two_level rows"] > 1000
-    assert 2 * totals["two_level rows"] == totals["flat rows"], "rows, and back their gradients"
-    assert totals["two_level words"] < 0.6 * totals["flat words"], "the heads of a node come along"
+            assert counted[0.5][name] == counted[0][name] > 0, name
+    assert totals["0.5 rows"] > 1000
+    assert 2 * totals["0.5 rows"] == totals["0 rows"], "rows, and back their gradients"
+    assert totals["0.5 words"] < 0.6 * totals["0 words"], "each message has a head"
 
 
 def _killed(folder: Path) -> None:
     data = batches(dist.get_rank(), 60)
     with sharded(HOW) as (model, _, tables, _):  # without DDP: only the engine can notice it
-        engine = OverlapEngine(tables, **TWO_LEVEL)
+        engine = OverlapEngine(tables, **HOT)
         for step, (batch, following) in enumerate(zip(data, data[1:])):
             if step == 3 and dist.get_rank() == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -95,13 +98,14 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"exchange": "three_level"}, "exchange='three_level'"),
-    ({"exchange": "two_level"}, "ranks_per_node=None"),
+    ({"hot_rows": "all"}, "hot_rows='all'"),
+    ({"hot_rows": 1.5}, "hot_rows=1.5"),
+    ({"hot_rows": -1}, "hot_rows=-1"),
+    ({"hot_rows": 0.5}, "ranks_per_node"),
     ({"ranks_per_node": 3}, "ranks_per_node=3"),
     ({"ranks_per_node": 0}, "ranks_per_node=0"),
-    ({**TWO_LEVEL, "dedup": False}, "dedup=False"),
-    (TWO_LEVEL, "2 ranks and ranks_per_node=2"),
-    ({**TWO_LEVEL, "ranks_per_node": 1}, "2 ranks and ranks_per_node=1"),
+    ({**HOT, "dedup": False}, "dedup=False"),
+    ({**HOT, "rerank_every_n_steps": 0}, "rerank_every_n_steps=0"),
 ]
 
 
@@ -114,9 +118,35 @@ def _refused(cases: list[tuple[dict[str, Any], str]]) -> None:
 
 def _by_nccl() -> None:
     ProcessGroupFreeScale.moves_by_nccl, ProcessGroupFreeScale.connect = True, lambda group: None
-    _refused([(TWO_LEVEL, "several embedding collections, 'items'.*NCCL")])
+    _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     run_distributed(_refused, 2, REFUSED)
     run_distributed(_by_nccl, 4)
+
+
+def _exchanges(options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return the number of exchanges of a run, and the process groups that carried any."""
+    count, names, exchange = 0, set(), ProcessGroupFreeScale.exchange
+
+    def counted(group: ProcessGroupFreeScale, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        names.add(len(dist.get_process_group_ranks(group)))
+        exchange(group, *args, **kwargs)
+
+    with patch.object(ProcessGroupFreeScale, "exchange", counted):
+        train_overlapped(HOW, batches(dist.get_rank(), 8), dedup=True, **options)
+    return count, sorted(names)
+
+
+def _flat() -> list[tuple[int, list[str]]]:
+    """Compare values of the options that make all rows cold, with 2 ranks: 1 node, nodes of 1 rank, unknown nodes."""
+    flat = [{"hot_rows": 0, "ranks_per_node": 2}, {"ranks_per_node": 2}, {"ranks_per_node": 1}, {}]
+    return [_exchanges(options) for options in [*flat, {"hot_rows": 0.5, "ranks_per_node": 1}]]
+
+
+def test_all_rows_are_cold_without_several_nodes_of_several_ranks() -> None:
+    for found in run_distributed(_flat, 2):
+        assert len({count for count, _ in found}) == 1 and {tuple(sizes) for _, sizes in found} == {(2,)}
