@@ -44,7 +44,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/plain_english.py lightning_freescale docs examples README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/python scripts/plain_english.py lightning_freescale docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 
 DATA ?= data
 # run the benchmarks of the techniques on 2, 4 and 8 ranks and of the simulator; DATA is a folder with ml-1m.seqs.npz

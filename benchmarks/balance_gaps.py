@@ -1,11 +1,14 @@
-"""How far every single plan of ours may be from the best: families of lengths x ranks x samples per rank x cost x mode.
+"""Distance of each plan from the best one: families of lengths x ranks x samples per rank x cost x mode.
 
-A plan's gap is its imbalance over the lower bound that comes with it (``Assignment.gap``), less 1. Real data sets are drawn
-from without replacement, so the sizes that they cannot fill are left out, and counted. Each batch is a *case*, as in
-``short/8x32/square/fixed/17`` (family, ranks x samples per rank, cost, mode, seed): ``--case`` plans it again, and
-``case_costs`` returns what its samples cost. With ``--exact`` OR-tools' CP-SAT looks for the best plan of the cases above
-the limit (``pip install -r benchmarks/exact_requirements.txt``); gaps are then to what it proved, where that is more.
-``--search`` has balance.py's long search look at those that are too large for it.
+The gap of a plan is its imbalance over the lower bound of ``Assignment.gap``, less 1. Samples of real data sets are drawn
+without replacement. Sizes that a data set cannot fill are left out and counted.
+
+Each batch is a *case*, such as ``short/8x32/square/fixed/17`` (family, ranks x samples per rank, cost, mode, seed). ``--case``
+plans it again, and ``case_costs`` returns the costs of its samples.
+
+With ``--exact``, the solver OR-tools CP-SAT searches for the best plan of the cases above the limit (``pip install -r
+benchmarks/exact_requirements.txt``). Gaps are then relative to the bound that it proves, if that is larger. ``--search`` uses
+the long search of balance.py for the cases that are too large for the solver.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ LIMIT = 0.001
 
 
 class Case(NamedTuple):
-    """One batch and how it is to be shared out."""
+    """One batch and the ranks that share it."""
 
     family: str
     ranks: int
@@ -55,16 +58,16 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From what ``str`` makes of it."""
+        """Parse the text that ``str`` returns."""
         family, size, cost, mode, seed = text.split("/")
         ranks, per_rank = size.split("x")
         return cls(family, int(ranks), int(per_rank), cost, mode, int(seed))
 
 
 class Result(NamedTuple):
-    """What became of a case: ours, the lower bound that came with it, and the milliseconds it took.
+    """The plan of a case, its lower bound, and the milliseconds that planning took.
 
-    ``found`` and ``proved`` are the exact solver's: the best plan it found and the bound it proved, as imbalances.
+    ``found`` and ``proved`` come from the exact solver: its best plan and the bound that it proved, as imbalances.
     """
 
     case: Case
@@ -76,24 +79,24 @@ class Result(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """To the lower bound that came with the plan, or the exact solver's."""
+        """The gap to the lower bound of the plan, or to that of the exact solver."""
         return max(0.0, self.imbalance / max(self.bound, self.proved) - 1)
 
     @property
     def missed(self) -> float:
-        """By how much the exact solver's plan is better."""
+        """The share by which the plan of the exact solver is better."""
         return max(0.0, self.imbalance / self.found - 1)
 
     @property
     def verdict(self) -> str:
-        """Whether ours is within the limit of the best plan, as far as that is known."""
+        """The result of the comparison: ``"best"``, ``"missed"``, ``"undecided"`` or ``"above"``."""
         if self.gap <= LIMIT:
             return "best"
         return "missed" if self.missed > LIMIT else "undecided" if np.isfinite(self.found) else "above"
 
 
 def case_costs(case: Case, data: dict[str, Floats]) -> Floats:
-    """What the samples of a case cost, shape ``[samples]``; ``data`` has the lengths of the real data sets by name."""
+    """Return the costs of the samples of a case, shape ``[samples]``; ``data`` has the lengths of real data sets by name."""
     draw, samples = np.random.default_rng([case.seed, case.ranks, case.per_rank]), case.ranks * case.per_rank
     if case.family in SYNTHETIC:
         lengths = draw_lengths(case.family, draw, samples)
@@ -103,7 +106,7 @@ def case_costs(case: Case, data: dict[str, Floats]) -> Floats:
 
 
 def plan(case: Case, costs: Floats) -> Assignment:
-    """Ours."""
+    """Plan the case with this package."""
     return assign(costs, case.ranks, assignment_mode=case.mode)
 
 
@@ -190,7 +193,7 @@ def _planned(case: Case, data: dict[str, Floats]) -> Result:
 
 
 def _compared(result: Result, data: dict[str, Floats], options: argparse.Namespace) -> Result:
-    """With what the exact solver says, or a long search where there are too many samples for it."""
+    """Add the result of the exact solver, or of a long search if there are too many samples for the solver."""
     case = result.case
     exact = options.exact and case.ranks * case.per_rank <= options.exact_samples
     if not (exact or options.search) or (result.gap <= LIMIT and options.exact_of == "above"):
@@ -212,7 +215,7 @@ def _compared(result: Result, data: dict[str, Floats], options: argparse.Namespa
 
 
 def _compared_figures(results: list[Result]) -> dict[str, float]:
-    """Of the cases that were searched for better plans; prints them by family and mode."""
+    """Print the cases that were searched for better plans, by family and mode, and return their figures."""
     seen = [result for result in results if np.isfinite(result.found)]
     counts = Counter((result.case.family, result.case.mode, result.verdict) for result in seen)
     verdicts = ("best", "missed", "undecided")
@@ -247,7 +250,7 @@ def _cell(gaps: Floats) -> str:
 
 
 def _figures(results: list[Result]) -> dict[str, float]:
-    """Of every family, every mode, and all."""
+    """Return the figures of each family, each mode, and all cases."""
     parts = defaultdict(list)
     for result in results:
         for name in ("all", result.case.mode, result.case.family, f"{result.case.family}_{result.case.mode}"):

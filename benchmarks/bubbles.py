@@ -1,12 +1,12 @@
-"""Does the bubble profiler find what was put into a run? Sleeps as compute, a shaped network, known answers.
+"""Accuracy of the bubble profiler: compute is a sleep, the network is shaped, and the correct parts are known.
 
 ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/bubbles.py --data skewed --slow 1``
 
-A plain LightningModule under ``strategy="ddp"``: waits for its data, computes forward (a sleep as long as its samples' lengths
-say), exchanges equal parts with all ranks, and computes backward. What every part of every rank's step should be follows from
-the sleeps and from what the bytes need on the wire; what messages without bytes take is measured before, and how long a sleep
-really was where it is slept: with more ranks than cores it is a millisecond more than was asked for. Printed is how far the
-report is from that, as a share of the wall time.
+A plain LightningModule trains under ``strategy="ddp"``. It waits for data, computes forward (a sleep that follows from the
+lengths of the samples), exchanges equal parts with all ranks, and computes backward. The expected parts of each step follow
+from the sleeps and from the bytes on the wire. Two times are measured: that of messages without bytes, before the run, and the
+true duration of each sleep, since a sleep is about a millisecond too long if there are more ranks than cores. The benchmark
+prints the difference between report and expectation, as a share of the wall time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Floats = NDArray[np.float64]
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     options = _options()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     lengths = _lengths(options.data, options.steps, world)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 class Sleeper(L.LightningModule):
-    """Computes by sleeping; writes down how long, in ``slept``, ``[steps, SLEPT]``."""
+    """Computes by sleeping, and records the durations in ``slept``, shape ``[steps, SLEPT]``."""
 
     def __init__(self, size: int, slowness: float, slept: Floats) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class Sleeper(L.LightningModule):
         self.sent = torch.zeros(size // 4)
 
     def on_fit_start(self) -> None:
-        """Its own exchange."""
+        """Create the process group of the exchange."""
         world = dist.get_world_size()
         self.group = dist.new_group(backend=BACKEND)
         self.sent = torch.zeros(len(self.sent) // world * world)
         self.small = self._small()
 
     def _small(self) -> float:
-        """Seconds of the messages that DDP and Lightning (of SIGTERM) send in a step, hardly any bytes."""
+        """Return the seconds of the small messages that DDP and Lightning (for SIGTERM) send in a step."""
         message = torch.zeros(5)
         began = time.perf_counter()
         for _ in range(20):
@@ -101,27 +101,27 @@ class Sleeper(L.LightningModule):
         return (time.perf_counter() - began) / 20
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        """A hook that takes a while."""
+        """Sleep, as a slow hook does."""
         _sleep(HOST, self.slept[batch_idx], "host_overhead")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Compute, exchange, and a loss whose backward computes."""
+        """Compute, exchange, and return a loss whose backward computes."""
         seconds = self.slowness * _forward(batch.numpy())
         _sleep(seconds, self.slept[batch_idx], "forward")
         dist.all_to_all_single(torch.empty_like(self.sent), self.sent, group=self.group)
         return SleepBackward.apply(self.layer(torch.ones(4)).sum(), BACKWARD * seconds, self.slept[batch_idx])
 
     def configure_optimizers(self) -> Any:
-        """Any."""
+        """Return an optimizer."""
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class SleepBackward(torch.autograd.Function):
-    """The identity, whose backward takes some time."""
+    """The identity, whose backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, slept: Floats) -> Tensor:
-        """Nothing to do."""
+        """Return the input."""
         ctx.seconds, ctx.slept = seconds, slept
         return x.clone()
 
@@ -133,7 +133,7 @@ class SleepBackward(torch.autograd.Function):
 
 
 class Slow(Dataset):
-    """Batches of lengths that take a while to read."""
+    """Batches of lengths that take a given time to read."""
 
     def __init__(self, lengths: np.ndarray, slept: Floats) -> None:
         self.lengths, self.slept = lengths, slept
@@ -157,13 +157,13 @@ def _forward(lengths: np.ndarray) -> float:
 
 
 def _lengths(kind: str, steps: int, world: int) -> np.ndarray:
-    """Shape ``[steps, ranks, BATCH]``."""
+    """Return the lengths of all samples, shape ``[steps, ranks, BATCH]``."""
     drawn = np.random.default_rng(0).lognormal(5.0, 1.0, (steps, world, BATCH))
     return np.full_like(drawn, 250.0) if kind == "equal" else drawn.clip(8, 2048)
 
 
 def _truth(slept: Floats, transfer: float) -> Floats:
-    """Parts of every rank's step, if all begin it at once; from ``[ranks, SLEPT]``, shape ``[ranks, parts]``."""
+    """Return the parts of each rank's step if all ranks begin together, from ``[ranks, SLEPT]``; shape ``[ranks, parts]``."""
     data, host, forward, backward = slept.T
     before = data + host + forward
     parts: dict[str, Any] = dict(zip(SLEPT, slept.T))

@@ -1,9 +1,9 @@
-"""Does the bubble profiler find what was put into a run whose exchange is overlapped? Also in micro-batches, and of the loader.
+"""Accuracy of the bubble profiler in runs with overlapped exchanges, micro-batches and loader workers.
 
-``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/bubbles_overlapped.py``: the runs of
-``planted.py``. Ranks wait for each other at the end of backward alone, where dense gradients are exchanged, so what each part
-of each rank should be follows from the sleeps. What exchanges take is not known but that they are small. Printed is how far
-the report's means are off, as a share of the wall time.
+``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/bubbles_overlapped.py`` profiles the runs of
+``planted.py``. Ranks wait for each other only at the end of backward, in the exchange of dense gradients. The expected parts of
+each rank therefore follow from the sleeps. The times of the exchanges are unknown but small. The benchmark prints the
+difference between the means of the report and the expectation, as a share of the wall time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUNS = {
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     options = _options()
     leads, figures = int(os.environ["RANK"]) == 0, {"worst_part": 0.0}
     for setting in options.settings:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _off(document: dict[str, Any], run: Planted, steps: int) -> dict[str, float]:
-    """The rank that is furthest off of each part, as a share of the wall time."""
+    """Return the largest difference over the ranks for each part, as a share of the wall time."""
     step, ranks = document["summary"]["step_s"], document["ranks"]
     compute = _compute(run, steps, len(ranks))[document["series"]["step"]]
     truth = {
@@ -63,7 +63,7 @@ def _off(document: dict[str, Any], run: Planted, steps: int) -> dict[str, float]
 
 
 def _compute(run: Planted, steps: int, world: int) -> np.ndarray:
-    """Seconds of each step on each rank, shape ``[steps, ranks]``."""
+    """Return the seconds of compute of each step on each rank, shape ``[steps, ranks]``."""
     cost = Samples(run, steps + planted.WARMUP, world).cost
     sampler = BalancedSampler(cost, BATCH, num_replicas=world, rank=0, shuffle=False, balance=False)
     drawn = [[cost[mine].sum() for mine in sampler.plan(0, step)] for step in range(len(sampler))]

@@ -1,8 +1,8 @@
-"""What steps cut by a budget of tokens come to: how much of it they use, how many there are, how long ranks wait; predicted.
+"""Predicted use of a token budget: how full the steps are, how many there are, and how long ranks wait.
 
-``each rank by itself`` is what loaders do that fill a batch until the next sample would not fit: every rank has an order of
-its own, and ends after another number of steps. ``steps apart`` is how many more the last has than the first, in share of all:
-there the others would wait for a collective that never comes. A sample costs what ``CostModel()`` says.
+In ``each rank by itself``, each rank fills a batch until the next sample does not fit, as common loaders do. The ranks then
+have different orders and different numbers of steps. ``steps apart`` is the share of steps that the last rank has more than the
+first one: the other ranks would wait for a collective that never starts. The cost of a sample is that of ``CostModel()``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--data", action="append", required=True, metavar="PATH", help="lengths: .npz with offsets, or text")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
-    parser.add_argument("--samples", type=int, default=32, help="of mean length that the budget has room for (default: 32)")
+    parser.add_argument("--samples", type=int, default=32, help="number of samples of mean length in the budget (default: 32)")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     print(f"{'':38}{'each rank by itself':>26}{'one plan':>30}")
@@ -74,7 +74,7 @@ def _one_plan(lengths: Floats, ranks: int, limit: float) -> dict[str, float]:
 
 
 def _each_by_itself(lengths: Floats, ranks: int, limit: float) -> dict[str, float]:
-    """Of ranks that share a drawn order evenly, up to where the first of them has no more batches."""
+    """Plan ranks that share a drawn order evenly, up to the step in which the first rank has no batch left."""
     costs, order = CostModel()(lengths), draw_order(len(lengths), 0, 0)
     batches = [_greedy(lengths[order[rank::ranks]], costs[order[rank::ranks]], limit) for rank in range(ranks)]
     counts = [len(each) for each in batches]
@@ -85,7 +85,7 @@ def _each_by_itself(lengths: Floats, ranks: int, limit: float) -> dict[str, floa
 
 
 def _greedy(lengths: Floats, costs: Floats, limit: float) -> list[float]:
-    """Return what each batch costs."""
+    """Return the cost of each batch."""
     batches, held = [0.0], 0.0
     for length, cost in zip(lengths.tolist(), costs.tolist()):
         if held + length > limit:

@@ -78,12 +78,12 @@ def _rounds(families: list[str], rounds: int, epochs: int, clock: str) -> list[d
 
 
 def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
-    """What rank 0 knows of one fit.
+    """Return the measurements of rank 0 in one fit.
 
     Returns:
-        Predicted and measured imbalance, the straggler wait in seconds per step, and what the report says of it to come from
-        the data, all after the first epoch; processor seconds of an exchange of measured times, its fit included, and their
-        share of the compute up to the last one.
+        Predicted and measured imbalance, the straggler wait in seconds per step, and the part of it that the report attributes
+        to the data, all after the first epoch; processor seconds of an exchange of measured times, including its fit, and their
+        share of the compute up to the last exchange.
     """
     histories = _histories(family)
     if variant == "floor":
@@ -135,7 +135,7 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
 
 @contextmanager
 def _timed_exchanges() -> Iterator[list[float]]:
-    """Note the processor seconds of every exchange of measured times, on the thread that trains."""
+    """Record the processor seconds of each exchange of measured times on the training thread."""
     spent: list[float] = []
     exchange = CostCalibrator._exchange
 
@@ -158,7 +158,7 @@ def _histories(family: str) -> Histories:
 
 
 def _draw_histories(draw: np.random.RandomState, lengths: Any) -> Histories:
-    """Histories whose training samples have these lengths, of items of which few are popular."""
+    """Draw histories whose training samples have these lengths; few items are popular."""
     offsets = np.append(0, np.cumsum(lengths + TRAIN_TAKES_OFF))
     items = (ITEMS * draw.rand(offsets[-1]) ** 3).astype(int)
     return Histories(items, np.arange(offsets[-1]) * 3600, offsets, np.arange(len(lengths)), np.arange(ITEMS))

@@ -43,7 +43,7 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 class Tied(L.LightningModule):
-    """A hidden state of each item, and the next item among all."""
+    """A hidden state for each item, and a prediction of the next item among all."""
 
     def __init__(self, items: int, dim: int) -> None:
         super().__init__()
@@ -59,17 +59,17 @@ class Tied(L.LightningModule):
         return self.loss(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The loss as models have it."""
+        """Return the usual cross-entropy over the logits of all items."""
         hidden = torch.tanh(self.hidden(self.items(batch[0])))
         return F.cross_entropy(hidden @ self.items.weight.T, batch[1])
 
     def configure_optimizers(self) -> Any:
-        """Adagrad for everything."""
+        """Return Adagrad for all parameters."""
         return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     add = (options := parser(__doc__)).add_argument
     add("--items", type=int, default=200_000)
     add("--dim", type=int, default=64)
@@ -143,7 +143,7 @@ def _fit(model: Tied, batches: list[Tensor], variant: str, keeps: bool) -> None:
 
 
 def _alone(model: Tied, batches: list[Tensor]) -> list[float]:
-    """Train without any exchange; all ranks at the same time."""
+    """Train without any exchange, on all ranks at the same time."""
     optimizer = model.configure_optimizers()
     began = []
     for batch in batches:
@@ -156,7 +156,7 @@ def _alone(model: Tied, batches: list[Tensor]) -> list[float]:
 
 
 def _memory(given: Any) -> dict[str, float]:
-    """Peak memory beyond that before the first step, MiB."""
+    """Return the peak memory beyond that before the first step, in MiB."""
     batches = _batches(given, given.memory, 2)
     model = _model(given)
     start = _reset_peak()

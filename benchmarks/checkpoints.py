@@ -1,7 +1,7 @@
-"""What saving and loading a checkpoint takes: memory beyond what training has, and how long a step waits.
+"""Costs of saving and loading a checkpoint: memory beyond that of training, and the delay of a step.
 
-A table of ``--megabytes`` is sharded over ``--ranks`` processes, gloo on CPU. Memory is what a process has for itself, RssAnon;
-pages of files that are mapped are told apart, as the system takes them back when it needs them.
+A table of ``--megabytes`` is sharded over ``--ranks`` processes with gloo on CPU. Memory is the private memory of a process
+(RssAnon). Pages of mapped files are reported separately, because the system can reclaim them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, **of_rank: Any) -> list[dict[str, float]]:
-    """Return what every rank has measured."""
+    """Return the measurements of all ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, **of_rank: Any) -> list[dict[str, float]]:
 
 
 def _consolidate(folder: Path) -> float:
-    """Return what the command takes at most, in MB, with torch and TorchRec, which take 300."""
+    """Return the peak memory of the command in MB, including torch and TorchRec, which need 300 MB."""
     command = [
         sys.executable,
         "-m",
@@ -123,7 +123,7 @@ def _consolidate(folder: Path) -> float:
 
 
 class _Peak:
-    """Memory over a while, in MB: of the process for itself, and of mapped files."""
+    """The peak memory over a period, in MB: private memory of the process, and mapped files."""
 
     def __init__(self) -> None:
         self.before, self.mapped_before = _memory()
@@ -139,7 +139,7 @@ class _Peak:
             time.sleep(0.002)
 
     def stop(self) -> tuple[float, float]:
-        """Return how much there was beyond what there was before."""
+        """Return the increase since the start."""
         self._go = False
         self._thread.join()
         return self.peak - self.before, self.mapped - self.mapped_before

@@ -1,9 +1,9 @@
-"""How far the profiler's one clock for all ranks is off, what it says about that, and how long a measurement takes.
+"""Error of the common clock of all ranks, its stated uncertainty, and the duration of a measurement.
 
 Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/clock.py``. All hosts of
-netlab share one clock, so the true offset is 0 and whatever is found is the error. Measured while all ranks are idle, and while
-every rank sends to the next as fast as its link can; there, too, after a measurement in quiet, which should outlive it.
-``held`` is the share of errors that are no larger than the uncertainty stated with them: 1 unless something is wrong.
+netlab share one clock. The true offset is therefore 0, and each measured offset is an error. The benchmark measures while all
+ranks are idle, while each rank sends to the next one at full rate, and in the second state after an idle measurement.
+``held`` is the share of errors that are no larger than the stated uncertainty. It must be 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _loaded(alignment: Alignment, group: dist.ProcessGroup, beside: dist.ProcessGroup, rounds: int) -> Sample:
-    """A measurement while every rank sends to the next."""
+    """Measure while each rank sends to the next one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seconds = 0.5 + 0.04 * rounds * (size - 1)
     messages = int(seconds * _bytes_per_second() / MESSAGE) + 1
@@ -76,7 +76,7 @@ def _sample(alignment: Alignment, sync: Callable[[Alignment], None]) -> Sample:
 
 
 def _part(name: str, own: list[Sample]) -> dict[str, float]:
-    """Figures of all ranks but the one whose clock it is."""
+    """Return the figures of all ranks except the one that owns the clock."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     errors, claims, round_trips, _, outlasted = zip(*(sample for rank in ranks[1:] for sample in rank))

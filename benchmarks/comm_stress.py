@@ -1,9 +1,8 @@
-"""Many collectives of every kind and size on two lanes at once, every one of them verified.
+"""Many collectives of all kinds and sizes on two lanes at the same time, each verified.
 
-Two threads issue collectives, each on its own freescale group, synchronously and several in flight; all-reduces, which go to
-gloo, run among them. Sizes and splits are random and the same on every rank; so are the contents, known from source, target and
-place in the order, so that every byte that arrives is checked. ``wrong`` counts the collectives of all ranks that were not
-right.
+Two threads issue collectives, each on its own freescale group, both synchronously and with several pending. All-reduces by gloo
+run in between. Sizes and splits are random and equal on all ranks. The contents follow from source, target and position, so
+each received byte is checked. ``wrong`` is the number of wrong collectives over all ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def stress(options: argparse.Namespace) -> tuple[list[str], Counter[str], int]:
-    """What was wrong on this rank, how often every kind ran, and bytes received. Collective."""
+    """Return the errors of this rank, the number of collectives of each kind, and the bytes received. Collective."""
     chosen = [
         ProcessGroupFreeScaleOptions(chunk_bytes=16 * 1024),
         ProcessGroupFreeScaleOptions(chunk_bytes=100_000, priority=1),

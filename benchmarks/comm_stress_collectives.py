@@ -1,4 +1,4 @@
-"""The collectives that ``comm_stress.py`` issues, drawn at random, and what each must bring."""
+"""Random collectives for ``comm_stress.py``, and their expected results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATTERN = torch.arange(1009, dtype=torch.float64).sin().mul(100).round()
 
 @dataclass
 class Plan:
-    """One collective, the same on all ranks: ``rows[source][target]`` elements of ``dtype``."""
+    """One collective, equal on all ranks: ``rows[source][target]`` elements of ``dtype``."""
 
     kind: str
     rows: np.ndarray
@@ -31,7 +31,7 @@ class Plan:
 
 @dataclass
 class Lane:
-    """A group and what a thread has seen on it."""
+    """A group and the results of the thread that uses it."""
 
     group: Any
     rank: int
@@ -42,7 +42,7 @@ class Lane:
 
 
 def draw_plan(draw: np.random.RandomState, number: int, size: int) -> Plan:
-    """Most collectives are small, some large; one in five parts is empty."""
+    """Draw a collective: most are small, some are large, and one part in five is empty."""
     kind = list(KINDS)[int(draw.randint(len(KINDS)))]
     dtype = DTYPES[int(draw.randint(len(DTYPES)))]
     largest = LARGEST // dtype.itemsize // max(1, size)
@@ -51,13 +51,13 @@ def draw_plan(draw: np.random.RandomState, number: int, size: int) -> Plan:
 
 
 def _content(plan: Plan, source: int, target: int, rows: int) -> Tensor:
-    """What ``source`` has for ``target``."""
+    """Return the elements that ``source`` sends to ``target``."""
     start = (31 * plan.number + 7 * source + 3 * target) % 500
     return _PATTERN.roll(-start).repeat(rows // len(_PATTERN) + 1)[:rows].abs().to(plan.dtype)
 
 
 def _for_all(lane: Lane, plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
-    """What this rank sends to and must get from every other."""
+    """Return what this rank sends to each rank and must receive from it."""
     everyone = range(lane.size)
     sent = [_content(plan, lane.rank, k, plan.rows[lane.rank, k]) for k in everyone]
     received = [_content(plan, k, lane.rank, plan.rows[k, lane.rank]) for k in everyone]
@@ -82,7 +82,7 @@ def _all_to_all(lane: Lane, plan: Plan) -> tuple[Any, Callable[[], bool]]:
 
 
 def _parts(lane: Lane, plan: Plan) -> list[Tensor]:
-    """Equally long ones, what every rank gives to all."""
+    """Return parts of equal length, one for each rank."""
     rows = int(plan.rows[0, -1])
     lane.moved += (lane.size - 1) * rows * plan.dtype.itemsize
     return [_content(plan, source, 0, rows) for source in range(lane.size)]

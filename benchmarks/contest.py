@@ -1,4 +1,4 @@
-"""All assignments on the same global batches, in turns."""
+"""All assignment methods on the same global batches, in turns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OURS = ("fixed", "slack", "free")
 
 
 class Contest:
-    """Plays batch after batch and sums up.
+    """Plans batch after batch with each method and sums up the results.
 
     Args:
-        ranks: how many share a batch.
-        peers: the others that play, by name.
+        ranks: number of ranks that share a batch.
+        peers: methods of other packages, by name.
     """
 
     def __init__(self, ranks: int, peers: Mapping[str, Peer] | None = None) -> None:
@@ -36,7 +36,7 @@ class Contest:
         self._dominated: list[bool] = []
 
     def play(self, lengths: Floats) -> None:
-        """One global batch, shape ``[samples]``."""
+        """Plan one global batch with costs of shape ``[samples]``."""
         cost = COST(lengths)
         self._note("random", cost, contiguous_split(len(cost), self.ranks))  # what torch's DistributedSampler amounts to
         self._note("zigzag", cost, self._timed("zigzag", assign, cost, self.ranks, assignment_mode="zigzag").rank_of_sample)
@@ -52,7 +52,7 @@ class Contest:
         self._dominated.append(plan.dominated)
 
     def figures(self) -> dict[str, float]:
-        """All by name."""
+        """Return all figures by name."""
         result = {}
         for name, loads in self._loads.items():
             slowest, mean = np.sum(loads, axis=0)

@@ -1,7 +1,7 @@
-"""What benchmarks/convergence.py trains: models of examples/, the data, and the strategies that are compared.
+"""Models of examples/, data and strategies that benchmarks/convergence.py compares.
 
-SASRec's loss is a softmax over all items, by the weight of its table. So every row has a gradient in every step, and Adam on
-the sharded table is Adam as it is without sharding.
+The loss of SASRec is a softmax over all items, which uses the weight of its table. Each row therefore has a gradient in each
+step, and Adam on the sharded table equals Adam without sharding.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained on a data set.
+    """The settings of a training.
 
     Attributes:
-        epochs: as many, whatever validation says meanwhile.
+        epochs: number of epochs, independent of validation.
         samples: histories per rank and step.
-        max_length: of a history, its last items.
+        max_length: number of last items that are kept of a history.
         model: arguments of the model.
     """
 
@@ -57,10 +57,10 @@ class Recipe:
 
 
 class RatedHistories(HistoryDataset):
-    """Beside each history, what its ranking leaves out: ``seen``, also what ``max_length`` cuts off; and ``unseen``, a draw."""
+    """Adds the items that ranking leaves out to each history: ``seen``, also beyond ``max_length``, and ``unseen``, a draw."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the sample; both are of items, the draw follows from the user."""
+        """Return the sample with both sets of items; the draw follows from the user."""
         sample, user = super().__getitem__(index), self.users[index]
         ever = self.histories.items[self.histories.offsets[user] : self.histories.offsets[user + 1]]
         others = np.setdiff1d(np.arange(self.histories.num_items), ever)
@@ -69,19 +69,19 @@ class RatedHistories(HistoryDataset):
 
 
 class SameNegatives(CollateWithNegatives):
-    """Draws negatives step by step, the same on all ranks: none depend on which rank a sample is on."""
+    """Draws negatives for each step, equal on all ranks, so they do not depend on the rank of a sample."""
 
     def __init__(self, num_items: int, negatives: int, seed: int) -> None:
         super().__init__(num_items, negatives)
         self._seed, self._steps = seed, 0
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        """Return the example's batch, and in evaluation what was seen."""
+        """Return the batch of the example, and in evaluation the items that were seen."""
         rated = {"seen": _pairs(samples)} if "seen" in samples[0] else {}
         return {**super().__call__(samples), **rated}
 
     def draw(self, items: Tensor) -> Tensor:
-        """Return those of the next step."""
+        """Return the negatives of the next step."""
         self._steps += 1
         drawn = np.random.default_rng((self._seed, self._steps)).integers(self.num_items, size=self.negatives)
         return torch.from_numpy(drawn)
@@ -102,7 +102,7 @@ def _padded(items: Sequence[NDArray[np.int64]]) -> Tensor:
 
 
 def _pairs(samples: list[dict[str, Any]]) -> Tensor:
-    """Return the rows and columns of what each sample has seen; ``[2, seen in all]``."""
+    """Return the rows and columns of the items that each sample has seen, shape ``[2, seen in all]``."""
     rows = np.repeat(np.arange(len(samples)), [len(sample["seen"]) for sample in samples])
     return torch.from_numpy(np.stack([rows, np.concatenate([sample["seen"] for sample in samples])]))
 
@@ -122,7 +122,7 @@ RECIPES = {
 
 
 def recipe_of(model: str, path: Path | None) -> Recipe:
-    """Return that of ml-latest-small, or for data of one's own that of ml-1m."""
+    """Return the recipe of ml-latest-small, or that of ml-1m for other data."""
     return RECIPES["ml-latest-small" if path is None else "ml-1m"][model]
 
 
@@ -130,11 +130,12 @@ def recipe_of(model: str, path: Path | None) -> Recipe:
 
 
 class SoftmaxSASRec(SASRec):
-    """Predicts the next item among all, instead of telling it from one negative.
+    """Predicts the next item among all items instead of comparing it with one negative.
 
-    The rate rises over the first ``warm_up`` steps. At its full height from the start, rounding grows by a sixth in every step
-    as soon as the model knows which items are popular, after one or two hundred steps. It falls over the last ``cool_down``.
-    Positions that begin as large as the items, the example's, cost an epoch on long histories; ``position_std`` is their size.
+    The learning rate rises over the first ``warm_up`` steps and falls over the last ``cool_down``. With the full rate from the
+    start, rounding grows by a sixth in each step once the model knows which items are popular, after 100 to 200 steps.
+    ``position_std`` is the size of the initial positions. If they are as large as the items, as in the example, training on
+    long histories takes one epoch more.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class SoftmaxSASRec(SASRec):
         )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the cross-entropy, the mean over the rank's targets."""
+        """Return the cross-entropy, averaged over the targets of the rank."""
         known = batch["history"] != PADDING
         predicted = self(self.items(batch["history"]), known)[known]
         return nn.functional.cross_entropy(predicted @ self.items.weight[1:].T, batch["target"][known] - 1)
@@ -172,11 +173,11 @@ class SoftmaxSASRec(SASRec):
         self._score("test", batch)
 
     def on_test_epoch_start(self) -> None:
-        """All items once."""
+        """Compute the states of all items once."""
         self.on_validation_epoch_start()
 
     def configure_optimizers(self) -> Any:
-        """As in the example, at another rate."""
+        """Return the optimizer of the example with another learning rate."""
         adam = torch.optim.Adam(self.parameters(), lr=self.lr, betas=(0.9, 0.98))
         # loss curves are of the first steps of such a fit, not of a short one
         steps = self.trainer.estimated_stepping_batches if self.trainer.max_epochs != -1 else float("inf")
@@ -197,7 +198,7 @@ class SoftmaxSASRec(SASRec):
 
 
 class WeighedSASRec(SoftmaxSASRec):
-    """Under "ddp", which takes the mean of the ranks' means: weighs its own by hand to get that of all targets."""
+    """Weights its loss by the number of targets, because "ddp" takes the mean of the ranks' means."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean, times this rank's targets in units of a rank's mean."""
@@ -208,9 +209,9 @@ class WeighedSASRec(SoftmaxSASRec):
 
 
 class HSTU(HSTURecommender):
-    """Begins with larger rows, and ranks among what the user has not seen, also before its input.
+    """Begins with larger rows, and ranks among the items that the user has not seen, including those before the input.
 
-    The example's rows begin smaller than Adagrad's first steps, and the layer norm behind them divides by their size: that
+    The rows of the example begin smaller than the first steps of Adagrad, and the layer norm divides by their size. This
     amplifies rounding a thousandfold in the first twenty steps.
     """
 
@@ -229,13 +230,13 @@ PLAIN, FREESCALE, ELSEWHERE = "plain", "freescale", "elsewhere"
 
 
 class GlobalLosses(L.Callback):
-    """The mean loss over all targets of every step's global batch."""
+    """Records the mean loss over all targets of each step's global batch."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Weigh the ranks' losses, if the module has not done that."""
+        """Weight the losses of the ranks, unless the module has done so."""
         weight = 1.0 if isinstance(module, WeighedSASRec) else trainer.train_dataloader.sampler.loss_weight(batch_idx)
         loss = outputs["loss"].detach().double() * weight
         dist.all_reduce(loss)
@@ -289,7 +290,7 @@ def losses_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int
 
 
 def scores_of(model: str, recipe: Recipe, path: Path | None, way: str, seed: int) -> dict[str, float]:
-    """Train, and return how good the model is at the held-out items; the last epoch's, whatever came before."""
+    """Train, and return the scores for the held-out items after the last epoch."""
     trainer, module, data = _fit(model, recipe, path, way, seed, {"max_epochs": recipe.epochs, "limit_val_batches": 0})
     found = trainer.test(module, data, verbose=False)[0]
     ours = {"NDCG@10": "ndcg", "HR@10": "hit_rate", "MRR@10": "mrr"}

@@ -1,4 +1,4 @@
-"""What of the package only CUDA runs, found in its source: for cuda_lines.py."""
+"""Detection of lines of the package that only CUDA runs, for cuda_lines.py."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _OF_STREAMS = ("elapsed_time", "record_event", "record_stream", "wait_event", "w
 
 @dataclass
 class CudaLines:
-    """What only CUDA runs of a file.
+    """The lines of a file that only CUDA runs.
 
     Attributes:
         spans: first and last lines of statements.
@@ -104,7 +104,7 @@ class CudaLines:
     arms: list[ast.expr] = field(default_factory=list)
 
     def holds(self, line: int) -> bool:
-        """Whether a line is a CUDA line."""
+        """Return True if the line is a CUDA line."""
         return any(first <= line <= last for first, last in self.spans)
 
 
@@ -112,13 +112,13 @@ def find_cuda_lines(name: str, tree: ast.Module) -> CudaLines:
     """Find the CUDA lines of file ``name`` of the package.
 
     Raises:
-        LookupError: a function or condition listed for it is not there.
+        LookupError: the file does not contain a function or condition that is listed for it.
     """
     functions, conditions = FUNCTIONS.get(name, {}), CONDITIONS.get(name, {})
     defined = dict(_definitions(tree))
     expressions = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
-    if gone := [*(functions.keys() - defined.keys()), *(conditions.keys() - expressions)]:
-        raise LookupError(f"{name} has no {gone}: correct the lists of {Path(__file__).name}")
+    if missing := [*(functions.keys() - defined.keys()), *(conditions.keys() - expressions)]:
+        raise LookupError(f"{name} has no {missing}: correct the lists of {Path(__file__).name}")
     bodies = [defined[function].body for function in functions]
     if name in FILES:
         bodies += [node.body for node in defined.values() if isinstance(node, ast.FunctionDef)]
@@ -135,7 +135,7 @@ def find_cuda_lines(name: str, tree: ast.Module) -> CudaLines:
 
 
 def unclassified(name: str, tree: ast.Module) -> dict[int, str]:
-    """Return, by line, what names CUDA in lines that seem to run on every device, and is not said to."""
+    """Return, by line, the names of CUDA in lines that seem to run on all devices and are not listed."""
     found, known = find_cuda_lines(name, tree), ON_CPU_AS_WELL.get(name, {})
     arms = {id(inner) for arm in found.arms for inner in ast.walk(arm)}
     named = [node for node in ast.walk(tree) if _names_cuda(node) and id(node) not in arms and not found.holds(node.lineno)]
@@ -155,7 +155,7 @@ def _spans(statements: Iterable[ast.stmt]) -> list[tuple[int, int]]:
 
 
 def _cuda_branch(node: ast.If, rest: list[ast.stmt], conditions: Mapping[str, bool]) -> list[ast.stmt]:
-    """Return the statements that only CUDA comes to because of an ``if``, which ``rest`` follows in its block."""
+    """Return the statements that only CUDA reaches because of an ``if``; ``rest`` follows the ``if`` in its block."""
     values = _cuda_values(node.test, conditions)
     if True in values:
         return node.body
@@ -166,9 +166,9 @@ def _cuda_branch(node: ast.If, rest: list[ast.stmt], conditions: Mapping[str, bo
 
 
 def _cuda_values(test: ast.expr, conditions: Mapping[str, bool]) -> set[bool]:
-    """Return the values that a condition has on CUDA alone."""
-    if (told := conditions.get(ast.unparse(test))) is not None:
-        return {told}
+    """Return the values that a condition has only on CUDA."""
+    if (value := conditions.get(ast.unparse(test))) is not None:
+        return {value}
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return {not value for value in _cuda_values(test.operand, conditions)}
     if isinstance(test, ast.BoolOp):
@@ -189,7 +189,7 @@ def _is_constant(node: ast.expr) -> bool:
 
 
 def _names_cuda(node: ast.AST) -> bool:
-    """Whether a node names ``torch.cuda``, or what streams and events do."""
+    """Return True if a node names ``torch.cuda`` or a method of streams and events."""
     if not isinstance(node, ast.Attribute):
         return False
     in_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
@@ -197,13 +197,13 @@ def _names_cuda(node: ast.AST) -> bool:
 
 
 def _statement(tree: ast.Module, node: Any) -> ast.AST:
-    """Return the innermost statement that a node stands in."""
+    """Return the innermost statement that contains a node."""
     around = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and each.lineno <= node.lineno <= each.end_lineno]
     return max(around, key=lambda each: each.lineno)
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
-    """Yield the files of the package whose CUDA lines count, by their place in it."""
+    """Yield the files of the package whose CUDA lines count, with their paths in the package."""
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         name = str(path.relative_to(ROOT / PACKAGE))
         yield name, path

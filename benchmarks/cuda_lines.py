@@ -1,11 +1,11 @@
-"""Which lines that only CUDA runs do the tests execute, without a GPU, by stand-ins? Finds the lines, runs the tests, counts.
+"""Share of the lines for CUDA that the tests execute without a GPU, by stand-ins.
 
     python benchmarks/cuda_lines.py --require "share>=0.9"
 
-A CUDA line is a line behind a condition that only a CUDA device, or a tensor on one, meets: the branch of an ``if``, what
-follows one that returns, an arm of ``a if condition else b``; or a line of a function that cuda_code.py lists, with the reason
-why it runs on CUDA alone. That a line was executed says that its Python is sound and that the test's numbers came out, not that
-the kernels of a GPU would do the same.
+A CUDA line is behind a condition that only a CUDA device, or a tensor on one, meets: the branch of an ``if``, the statements
+after one that returns, or an arm of ``a if condition else b``. Lines of the functions that cuda_code.py lists, with a reason,
+are CUDA lines too. An executed line shows that its Python is correct and that the test's numbers are right. It does not show
+that the kernels of a GPU do the same.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ TESTS = (
 """The tests that claim to run CUDA lines."""
 
 ARM = 1_000_000
-"""Added to the line of an arm of ``a if condition else b``, so that it counts apart from the line that it stands in."""
+"""Added to the line of an arm of ``a if condition else b``, so that it counts apart from the line that contains it."""
 
 
 class _ArmsApart(SourceFileLoader):
-    """Compiles a module with the CUDA arms of its conditional expressions on lines of their own."""
+    """Compiles a module with the CUDA arms of its conditional expressions on separate lines."""
 
     def get_code(self, fullname: str) -> Any:
         tree = ast.parse(self.get_data(self.path))
@@ -59,7 +59,7 @@ class _ArmsApart(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Has the package loaded in that way."""
+    """Loads the package through this compiler."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname.split(".")[0] != PACKAGE:
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
 
 
 def executed_lines(tests: Iterable[str]) -> dict[str, set[int]]:
-    """Run tests, and return the lines that they have executed of each file of the package, those of all ranks together."""
+    """Run tests, and return the executed lines of each file of the package, over all ranks."""
     import coverage
     import pytest
 
@@ -128,8 +128,8 @@ def main() -> None:
             continue
         total, reached = total + len(lines), reached + len(lines) - len(missing)
         figures[name] = 1 - len(missing) / len(lines)
-        told = ", ".join(f"{line % ARM}{' (an arm)' if line > ARM else ''}" for line in missing)
-        print(f"{name:<44}{len(lines):>12}{len(lines) - len(missing):>10}  {told}")
+        shown = ", ".join(f"{line % ARM}{' (an arm)' if line > ARM else ''}" for line in missing)
+        print(f"{name:<44}{len(lines):>12}{len(lines) - len(missing):>10}  {shown}")
     figures |= {"lines": total, "share": reached / total}
     print(f"{'all':<44}{total:>12}{reached:>10}  {reached / total:.1%} executed")
     harness.finish(figures, options)

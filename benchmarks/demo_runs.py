@@ -1,4 +1,4 @@
-"""What the demo finds: examples/demo.py as it is, and figures from the reports that its runs leave."""
+"""Results of the demo: runs examples/demo.py and reads the figures from the reports of its runs."""
 
 from __future__ import annotations
 

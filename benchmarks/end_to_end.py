@@ -1,23 +1,23 @@
-"""All bubbles, end to end through Lightning: plain TorchRec + DDP, and what each technique takes away.
+"""All bubbles, end to end through Lightning: plain TorchRec + DDP, and the effect of each technique.
 
 ``python benchmarks/netlab.py --hosts 8 --rate 50mbit -- python benchmarks/end_to_end.py --compute-ms 720``
 
-Every rank trains on ``--batch`` histories per step, as long as those of ml-latest-small's users, of items that are
-Zipf-distributed over ``--rows`` rows. Compute is a sleep in proportion to the ids, ``--compute-ms`` for a mean batch, a third
-of it in forward. The bubble is 1 - compute summed over ranks / (ranks x wall time of the step); data, optimizer, host work and
-all waiting are in it. The variants take turns in the same processes, each a fit of its own on the same samples:
+Each rank trains on ``--batch`` histories per step with the lengths of ml-latest-small. Items are Zipf-distributed over
+``--rows`` rows. Compute is a sleep in proportion to the ids: ``--compute-ms`` for a mean batch, a third of it in forward. The
+bubble is 1 - compute summed over ranks / (ranks x wall time of the step). It contains data, optimizer, host work and all waits.
+The variants take turns in the same processes. Each is a separate fit on the same samples:
 
-floor      equal costs on all ranks, and no embedding exchange: what the loop, DDP and this machine take
+floor      equal costs on all ranks and no embedding exchange: the time of the loop, DDP and this machine
 plain      samples as drawn, TorchRec's own exchange
-balanced   samples assigned by cost, at equal counts up to 25 %
-overlapped the same, rows exchanged behind compute
-split      the same, with the gradients of the dense weights, a share of compute, after those of the rows
-micro-4    overlapped, each batch in 4 micro-batches, also with other numbers; split-4: both
-auto       overlapped, with micro_batches="auto": its first whole epoch with the number chosen; beside it, second epochs of all
-autopilot  the same, with FreeScaleStrategy(target_bubble_reduction=0.9): its first whole epoch with what it has chosen
+balanced   samples assigned by cost, with counts that differ by up to 25 %
+overlapped balanced, with rows exchanged behind compute
+split      overlapped, with the gradients of the dense weights, a share of compute, after those of the rows
+micro-4    overlapped, each batch in 4 micro-batches; also with other numbers; split-4: both
+auto       overlapped, with micro_batches="auto": its first whole epoch with the chosen number, compared with second epochs
+autopilot  overlapped, with FreeScaleStrategy(target_bubble_reduction=0.9): its first whole epoch with the chosen settings
 
-Whether that number is a good one: ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``; of
-the autopilot likewise ``autopilot_over_best``, with the split variants beside.
+To check the chosen number, use ``--variants overlapped micro-2 micro-4 micro-8 auto --require "auto_over_best<=1.02"``. For the
+autopilot, use ``autopilot_over_best`` and add the split variants.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SKIPPED = 4
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     options = _options()
     world, data = int(os.environ["WORLD_SIZE"]), Histories(options)
     walls: dict[str, list[float]] = {name: [] for name in options.variants}
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 class Histories(Dataset[Tensor]):
-    """Each sample the ids of one history, drawn from its own index."""
+    """The ids of one history for each sample, drawn from its index."""
 
     def __init__(self, options: Any) -> None:
         world = int(os.environ["WORLD_SIZE"])
@@ -110,7 +110,7 @@ class Histories(Dataset[Tensor]):
 
 
 class Sleeper(L.LightningModule):
-    """A table of items, and a small dense part; sleeps as long as its ids say."""
+    """A table of items and a small dense part; sleeps in proportion to its ids."""
 
     def __init__(self, options: Any, seconds_per_id: float, exchanges: bool) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Sleeper(L.LightningModule):
         self.computed: list[float] = []
 
     def on_train_epoch_start(self) -> None:
-        """What counts is an epoch whose steps all have the number of micro-batches that the fit goes on with."""
+        """Note whether all steps of this epoch have the final number of micro-batches; only such an epoch counts."""
         self.began, self.computed = [], []
         strategy: Any = self.trainer.strategy
         decided = self.trainer.datamodule.train.micro_batches.decided
@@ -138,16 +138,16 @@ class Sleeper(L.LightningModule):
         self.is_last_epoch = decided and self.trainer.current_epoch >= self.epochs_before
 
     def on_train_epoch_end(self) -> None:
-        """End with that epoch."""
+        """End the fit after that epoch."""
         self.trainer.should_stop = self.is_last_epoch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Note the start of a step."""
         self.began.append(time.perf_counter())
         self.computed.append(0.0)
 
     def training_step(self, batch: KeyedJaggedTensor, batch_idx: int) -> Tensor:
-        """Compute."""
+        """Look up and compute."""
         seconds = self.seconds_of(batch)
         self.computed[-1] += seconds
         rows = self.rows_of(batch)
@@ -163,16 +163,16 @@ class Sleeper(L.LightningModule):
         return self.dense(rows).square().mean()
 
     def seconds_of(self, batch: KeyedJaggedTensor) -> float:
-        """How long the device computes."""
+        """Return the duration of compute."""
         return self.seconds_per_id * len(batch.values())
 
     def rows_of(self, batch: KeyedJaggedTensor) -> Tensor:
-        """The looked up rows, shape ``[ids, dim]``."""
+        """Return the looked up rows, shape ``[ids, dim]``."""
         rows: Tensor = self.items(batch)["item"].values()
         return rows
 
     def configure_optimizers(self) -> Any:
-        """Row-wise Adagrad for the table; it takes no biases, so these stay as they are."""
+        """Return row-wise Adagrad for the table; it excludes biases, so these stay unchanged."""
         return RowWiseAdagrad([each for each in self.parameters() if each.dim() == 2], lr=0.1)
 
 

@@ -1,4 +1,4 @@
-"""How good the best plan of a small global batch is: OR-tools' CP-SAT, ``pip install -r benchmarks/exact_requirements.txt``."""
+"""Best plan of a small global batch by OR-tools CP-SAT (``pip install -r benchmarks/exact_requirements.txt``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DONE = 1e-5
 
 
 class Best(NamedTuple):
-    """What is known of the smallest imbalance: that of the best plan found, and the one that none is below."""
+    """The bounds of the smallest imbalance: that of the best plan found, and the proved lower bound."""
 
     found: float
     proved: float
@@ -26,17 +26,18 @@ class Best(NamedTuple):
 def best_imbalance(
     costs: Floats, plan: Ints, ranks: int, limits: tuple[int, int], seconds: float, enough: float = 0.001
 ) -> Best:
-    """Look for the plan with the smallest imbalance until it is proved or the time is over.
+    """Search for the plan with the smallest imbalance until it is proved or the time is over.
 
-    First whether there is a plan that is better by ``enough`` at all, which is the quickest to answer; then for the best
-    one, with ranks that may change places and with ranks in the order of their load: each wins where the other is lost.
+    The search first decides whether any plan is better by ``enough``, which is the fastest question. It then searches for the
+    best plan, once with interchangeable ranks and once with ranks in the order of their loads. Each form solves cases that the
+    other does not.
 
     Args:
         costs: shape ``[samples]``.
-        plan: ours, the rank of every sample, shape ``[samples]``.
-        ranks: how many share the samples.
+        plan: the plan to compare with: the rank of each sample, shape ``[samples]``.
+        ranks: number of ranks that share the samples.
         limits: least and most samples that a rank may hold.
-        seconds: how long to search, with eight threads.
+        seconds: time limit of the search, which uses eight threads.
         enough: share by which a plan has to be better.
     """
     problem = _Problem(costs, plan, ranks, limits)
@@ -51,7 +52,7 @@ def best_imbalance(
 
 
 class _Problem:
-    """Samples that cost the same are one variable per rank: how many of them it holds."""
+    """One variable per rank for all samples of the same cost: the number of them that the rank holds."""
 
     def __init__(self, costs: Floats, plan: Ints, ranks: int, limits: tuple[int, int]) -> None:
         self.costs, self.plan, self.ranks, self.limits = costs, plan, ranks, limits
@@ -65,7 +66,7 @@ class _Problem:
             self.alike[int(self.whole[sample])].append(int(sample))
 
     def solve(self, ordered: bool, at_most: float, seconds: float) -> Best:
-        """Look for the best plan with an imbalance of ``at_most``."""
+        """Search for the best plan with an imbalance of at most ``at_most``."""
         model, most = cp_model.CpModel(), int(at_most * self.mean / self.unit)
         held = [[model.new_int_var(0, len(samples), "") for _ in range(self.ranks)] for samples in self.alike.values()]
         for samples, row in zip(self.alike.values(), held):
@@ -101,7 +102,7 @@ class _Problem:
                 model.add_hint(variable, int(number))
 
     def _imbalance(self, held: list[list[int]]) -> float:
-        """Of the costs as they are, not rounded."""
+        """Return the imbalance of the original costs, before rounding."""
         load = np.zeros(self.ranks)
         for samples, numbers in zip(self.alike.values(), held):
             for rank, part in enumerate(np.split(np.array(samples), np.cumsum(numbers)[:-1])):

@@ -1,15 +1,19 @@
-"""How close an all-to-all of the process group "freescale" comes to what the links allow, and what it lets run beside it.
+"""Speed of an all-to-all of the process group "freescale" compared with the links, and its effect on other work.
 
-Run it on shaped links: ``python benchmarks/netlab.py --hosts 2 --rate 200mbit -- python benchmarks/exchange.py``. Every rank
-sends ``--mbytes`` to all ranks together, its own part included; the last rank comes ``--late-ms`` late. Times run from when
-the last rank begins, so that waiting for it is not charged, until the last rank has ended. *Ideal* is the bytes that leave a
-rank over the rate of its link. Ours, gloo's own ``all_to_all_single``, and ``agreed``, which is
-``ProcessGroupFreeScale.exchange`` of the same bytes without the own part, take turns in the same processes.
+Run it on shaped links: ``python benchmarks/netlab.py --hosts 2 --rate 200mbit -- python benchmarks/exchange.py``. Each rank
+sends ``--mbytes`` to all ranks together, including its own part. The last rank starts ``--late-ms`` late. Times run from the
+start of the last rank to the end of the last rank, so the wait for it is excluded. *Ideal* is the number of bytes that leave a
+rank over the rate of its link. Three methods take turns in the same processes: ours, gloo's own ``all_to_all_single``, and
+``agreed``, which is ``ProcessGroupFreeScale.exchange`` of the same bytes without the own part.
 
-``--parts`` chooses: ``exchange`` as above; ``overlap``, what of the exchange a sleep and a one-thread matrix product hide;
-``lanes``, 64 KiB for every peer on a high lane while a low lane moves 64 MiB, over its time on an idle link; ``latency``, of
-16 numbers per rank on all, ``agreed`` against gloo's ``alltoall_base`` as bare as it can be called. A link's bucket lets a
-small message pass at once: give netlab ``--burst 16kb`` for ``lanes``. ``latency`` needs no netlab, but torchrun.
+``--parts`` selects the measurements:
+
+- ``exchange``: the comparison above.
+- ``overlap``: the share of the exchange that a sleep and a one-thread matrix product hide.
+- ``lanes``: 64 KiB for each peer on a high lane while a low lane sends 64 MiB, over its time on an idle link. The bucket of a
+  link lets a small message pass at once, so use netlab's ``--burst 16kb``.
+- ``latency``: 16 numbers per rank, and ``agreed`` against gloo's ``alltoall_base`` called directly. It requires torchrun, and
+  no netlab.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ def _overlap(options: Any) -> dict[str, float]:
 
 
 def _hidden(name: str, begin: Action, compute: Action, rounds: int) -> float:
-    """The share of the shorter of both that the overlap saves."""
+    """Return the share of the shorter part that the overlap saves."""
 
     def beside() -> None:
         work = begin()
@@ -179,7 +183,7 @@ def _took(action: Action) -> float:
 
 
 def _tensors(options: Any) -> tuple[Tensor, Tensor, float]:
-    """What goes, where it comes to, and the ideal time in milliseconds."""
+    """Return the input, the output and the ideal time in milliseconds."""
     size, rate = dist.get_world_size(), _rate()
     length = int(options.mbytes * 2**20 if options.mbytes else 0.5 * rate) // size * size
     sent = torch.randint(0, 255, (length,), dtype=torch.uint8)
@@ -187,7 +191,7 @@ def _tensors(options: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def _rate() -> float:
-    """Bytes per second of a link."""
+    """Return the rate of a link in bytes per second."""
     text = os.environ.get("NETLAB_RATE", "")
     unit = next((unit for unit in RATES if text.endswith(unit)), None)
     if unit is None:
@@ -204,7 +208,7 @@ def _ways(output: Tensor, input: Tensor, asynchronous: bool = False) -> dict[str
 
 
 def _agreed(received: Tensor, send: Tensor, length: int) -> Action:
-    """An exchange of so many elements for every other rank, on a group of its own."""
+    """Return an exchange of this many elements with each other rank, on a separate group."""
     sizes = _without_own(length)
     return partial(dist.new_group(backend="freescale").exchange, received, send, sizes, sizes)
 
@@ -214,14 +218,14 @@ def _without_own(length: int) -> list[int]:
 
 
 def _lane(options: ProcessGroupFreeScaleOptions, length: int) -> Action:
-    """An all-to-all of so many bytes on a lane of its own."""
+    """Return an all-to-all of this many bytes on a separate lane."""
     group = dist.new_group(backend="freescale", pg_options=options)
     tensors = torch.empty(length, dtype=torch.uint8), torch.ones(length, dtype=torch.uint8)
     return partial(dist.all_to_all_single, *tensors, group=group, async_op=True)
 
 
 def _matmul(seconds: float) -> Action:
-    """Matrix products on one thread that take about so long, the same number on every rank."""
+    """Return matrix products on one thread of about this duration, the same number on each rank."""
     a, b, out = (torch.randn(512, 512) for _ in range(3))
     start = time.perf_counter()
     for _ in range(8):
@@ -232,7 +236,7 @@ def _matmul(seconds: float) -> Action:
 
 
 def _timed(action: Action, late: float = 0.0) -> float:
-    """Milliseconds from when the last rank begins until the last ends; the hosts of netlab share one clock."""
+    """Return the milliseconds from the start of the last rank to the last end; the hosts of netlab share one clock."""
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(late / 1000)
@@ -244,9 +248,9 @@ def _timed(action: Action, late: float = 0.0) -> float:
 
 
 def _everywhere(holds: bool) -> bool:
-    told = torch.tensor(int(holds))
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return bool(told)
+    agreed = torch.tensor(int(holds))
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
 
 
 def _spread(values: list[float], unit: str = "ms", digits: int = 1) -> str:

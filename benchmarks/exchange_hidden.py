@@ -1,7 +1,7 @@
-"""What sending samples between ranks adds to the step: nothing, as long as the step takes longer than the transfer.
+"""Time that the exchange of samples between ranks adds to a step; it is zero while a step takes longer than the transfer.
 
 Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/exchange_hidden.py``. A step
-is a sleep, for the device's work, and an all-reduce of one number, for the wait that training makes at its end. Rounds with a
+is a sleep for the device's work, and an all-reduce of one number for the wait at the end of a training step. Rounds with a
 loader and without one (the floor) take turns in the same processes.
 """
 
@@ -31,7 +31,7 @@ WAYS = ("floor", "global")
 
 
 class Histories(IterableDataset[Any]):
-    """Histories of lognormal lengths, several numbers per item."""
+    """Histories of log-normal lengths, with several numbers per item."""
 
     def __init__(self, rank: int, steps: int, width: int) -> None:
         self.draw, self.samples, self.width = np.random.RandomState(rank), BATCH * steps, width
@@ -84,7 +84,7 @@ def _loader(group: dist.ProcessGroup, options: Any) -> BalancedStreamLoader:
 
 
 def _round(way: str, group: dist.ProcessGroup, options: Any) -> list[float]:
-    """Milliseconds of every step but the first three."""
+    """Return the milliseconds of each step except the first three."""
     batches = iter(range(10**6)) if way == "floor" else iter(_loader(group, options))
     marks = []
     for _ in range(options.steps):
@@ -99,7 +99,7 @@ def _round(way: str, group: dist.ProcessGroup, options: Any) -> list[float]:
 
 
 def _transfer(group: dist.ProcessGroup, options: Any) -> tuple[float, float]:
-    """Bytes that a rank sends in a step, and milliseconds that a step's exchange takes with nothing to hide behind."""
+    """Return the bytes that a rank sends in a step, and the milliseconds of an exchange that nothing hides."""
     loader = _loader(group, options)
     sizes, marks = [], []
     for batch in loader:

@@ -1,4 +1,4 @@
-"""What goes wrong in a run of ``faults.py``: where, how, on which ranks and when."""
+"""Faults of the runs of ``faults.py``: place, kind, ranks and time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ STEPS, SAVES_EVERY = 60, 10
 
 @dataclass(frozen=True)
 class Fault:
-    """One of an attempt to train.
+    """The fault of one attempt to train.
 
     Attributes:
-        place: where it strikes: ``"signal"``, from outside, or a point of the training, see ``fault_training.py``.
-        how: name of the signal, or what happens there.
-        ranks: where.
-        step: after so many optimizer steps.
-        delay: seconds between that and a signal.
-        seconds: after which a rank that was stopped goes on.
-        stays: those ranks do not end by themselves.
+        place: ``"signal"`` for a signal from outside, or a point of the training, see ``fault_training.py``.
+        how: name of the signal, or of the failure.
+        ranks: the ranks that fail.
+        step: number of optimizer steps before the fault.
+        delay: seconds between that step and a signal.
+        seconds: time after which a stopped rank continues.
+        stays: True if those ranks do not end by themselves.
     """
 
     place: str
@@ -33,15 +33,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """A training, its attempts that something goes wrong in, and what happens to its last checkpoint afterwards.
+    """A training, the faults of its attempts, and the damage to its last checkpoint.
 
     Attributes:
-        timeout: of the process group, in seconds.
-        workers: of each rank's loader.
-        checkpoint: as in ``FreeScaleStrategy(checkpoint=)``.
-        detect_anomaly: as in ``Trainer(detect_anomaly=)``.
-        damage: what is done to the last checkpoint: ``"truncated"``, ``"altered"``, or nothing.
-        finds: what must be found, if the campaign is tested by it.
+        timeout: timeout of the process group, in seconds.
+        workers: number of workers of each rank's loader.
+        checkpoint: the argument ``FreeScaleStrategy(checkpoint=)``.
+        detect_anomaly: the argument ``Trainer(detect_anomaly=)``.
+        damage: damage to the last checkpoint: ``"truncated"``, ``"altered"``, or empty.
+        finds: the defect that must be found, if the case tests the benchmark.
     """
 
     kind: str
@@ -57,12 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Kind:
-    """What cases of a kind have in common; the rest is drawn.
+    """The common properties of the cases of a kind; all others are drawn.
 
     Attributes:
-        who: the ranks that it strikes: ``"any"`` one, the ``"first"``, one of the ``"others"``, ``"two"``, or ``"all"``.
-        steps: the first and last step that it may strike at.
-        after: the fault of the attempt before: ``"killed"`` at a random step, or there is none.
+        who: the ranks that fail: ``"any"`` one, the ``"first"``, one of the ``"others"``, ``"two"``, or ``"all"``.
+        steps: the first and last step at which the fault may occur.
+        after: the fault of the previous attempt: ``"killed"`` at a random step, or none.
     """
 
     place: str = "signal"
@@ -141,7 +141,7 @@ CONTROLS = {
 
 
 def draw_cases(names: list[str], runs: int, seed: int) -> list[Case]:
-    """Return ``runs`` cases: every kind once, in a random order, before any comes again."""
+    """Return ``runs`` cases: each kind once in a random order, before any kind is repeated."""
     draw, order = random.Random(seed), list[str]()
     while len(order) < runs:
         order += draw.sample(names, len(names))

@@ -1,4 +1,4 @@
-"""The ranks of an attempt of ``faults.py``: forked, struck from outside, watched until they have ended, and what they leave."""
+"""Ranks of an attempt of ``faults.py``: forked, failed from outside, and watched until they end; and what they leave."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _WORKERS_LOOK_EVERY = 5.0  # seconds between the looks of a loader's worker at w
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank has ended.
+    """The end of a rank.
 
     Attributes:
-        code: its exit status; None if it was still there when the time was over.
-        seconds: since the fault.
+        code: exit status; None if the rank was still running when the time was over.
+        seconds: time since the fault.
         error: all messages of its last error, the first cause last.
-        result: what it returned, None if it did not.
+        result: its result; None if it returned none.
     """
 
     code: int | None
@@ -45,14 +45,14 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt has ended.
+    """The end of an attempt.
 
     Attributes:
-        ends: of each rank.
-        struck: whether there was a fault.
-        steps: that rank 0 had done.
-        processes: that are left of the ranks'.
-        memory: shared memory that is left of theirs.
+        ends: the end of each rank.
+        struck: whether the fault occurred.
+        steps: number of steps that rank 0 completed.
+        processes: remaining processes of the ranks.
+        memory: remaining shared memory of the ranks.
     """
 
     ends: list[RankEnd]
@@ -65,14 +65,15 @@ class Attempt:
 def run_ranks(
     call: Callable[[int, np.ndarray], dict[str, Any]], ranks: int, fault: Fault | None, folder: Path, limit: float
 ) -> Attempt:
-    """Call ``call(rank, progress)`` in a process of its own for each rank.
+    """Call ``call(rank, progress)`` in a separate process for each rank.
 
     Args:
-        call: what a rank does, with the steps that each rank has done, and when a fault struck it, shape ``[2, ranks]``.
-        ranks: how many.
-        fault: that is to strike.
-        folder: for what they print.
-        limit: seconds after a fault that a rank has to end.
+        call: the work of a rank; ``progress`` has the completed steps of each rank and the time of its fault, shape
+            ``[2, ranks]``.
+        ranks: number of ranks.
+        fault: the fault to inject.
+        folder: folder for the output of the ranks.
+        limit: seconds after a fault within which a rank has to end.
     """
     progress, processes = np.frombuffer(mmap.mmap(-1, 16 * ranks)).reshape(2, ranks), list[int]()
     sys.stdout.flush()
@@ -101,7 +102,9 @@ def run_ranks(
     for name in memory:
         Path("/dev/shm", name).unlink()
     first = min((float(at) for at in progress[1] if at), default=0.0)
-    ends = [RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_told(folder, rank)) for rank in range(ranks)]
+    ends = [
+        RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_report_of(folder, rank)) for rank in range(ranks)
+    ]
     return Attempt(ends, bool(first), int(progress[0, 0]), [f"{name} ({process})" for process, name in left.items()], memory)
 
 
@@ -122,15 +125,15 @@ def _fork(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="faults")
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
         os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        told = folder / f"rank{rank}.json"
-        told.unlink(missing_ok=True)
+        report = folder / f"rank{rank}.json"
+        report.unlink(missing_ok=True)
         try:
-            told.write_text(json.dumps({"result": call(rank, progress)}))
+            report.write_text(json.dumps({"result": call(rank, progress)}))
             code = 0
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             traceback.print_exc()
-            told.write_text(json.dumps({"error": _messages(error)}))
+            report.write_text(json.dumps({"error": _messages(error)}))
         # as a script ends
         sys.stdout.flush()
         sys.stderr.flush()
@@ -141,26 +144,26 @@ def _fork(
 
 
 def _messages(error: BaseException | None) -> str:
-    told = []
+    lines = []
     while error is not None:
-        told += traceback.format_exception_only(error)
+        lines += traceback.format_exception_only(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "".join(told)
+    return "".join(lines)
 
 
-def _told(folder: Path, rank: int) -> tuple[str, dict[str, Any] | None]:
-    """Return the error of a rank and its result, or what there is of them."""
+def _report_of(folder: Path, rank: int) -> tuple[str, dict[str, Any] | None]:
+    """Return the error of a rank and its result, as far as they exist."""
     try:
-        told = json.loads((folder / f"rank{rank}.json").read_text())
+        report = json.loads((folder / f"rank{rank}.json").read_text())
     except (FileNotFoundError, ValueError):
         return "", None
-    return told.get("error", ""), told.get("result")
+    return report.get("error", ""), report.get("result")
 
 
 def _watch(
     processes: list[int], fault: Fault | None, progress: np.ndarray, limit: float
 ) -> tuple[dict[int, int], list[float], set[int]]:
-    """Return exit statuses of the ranks that have ended, when each had, and all processes there were."""
+    """Return the exit statuses of the ranks that have ended, the times of their ends, and all processes that existed."""
     began, codes, ended_at, seen = time.monotonic(), dict[int, int](), [0.0] * len(processes), set[int]()
     stays = set(fault.ranks) if fault is not None and fault.stays else set()
     looked = due = goes_on = 0.0
@@ -199,7 +202,7 @@ def _kill(process: int) -> None:
 
 
 def _of_sessions(sessions: set[int]) -> dict[int, str]:
-    """Return the processes of these sessions that have not ended, and their names."""
+    """Return the running processes of these sessions, and their names."""
     found = {}
     for process in os.listdir("/proc"):
         if process.isdigit():

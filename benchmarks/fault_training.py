@@ -1,4 +1,4 @@
-"""The training of ``faults.py`` on one rank, and the points of it where a fault strikes."""
+"""Training of ``faults.py`` on one rank, and the points at which a fault occurs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ DIM, NEGATIVES, BATCH = 16, 64, 8
 
 @dataclass
 class Point:
-    """Strikes this rank, if this is an attempt with a fault on it.
+    """Injects the fault on this rank if the attempt has one.
 
     Attributes:
-        progress: steps done, and when the fault struck in seconds of the monotonic clock, of each rank, shape ``[2, ranks]``,
-            in memory that all processes share.
-        checkpoints: the folder that checkpoints are in.
+        progress: completed steps of each rank and the time of the fault in seconds of the monotonic clock, shape
+            ``[2, ranks]``, in memory that all processes share.
+        checkpoints: the folder of the checkpoints.
     """
 
     fault: Fault | None
@@ -49,7 +49,7 @@ class Point:
     checkpoints: Path
 
     def is_here(self, place: str) -> bool:
-        """Whether the fault is to strike now, which it does once."""
+        """Return True, once, if the fault is due now."""
         if self.fault is None or self.rank not in self.fault.ranks or self.fault.place != place:
             return False
         steps, struck = self.progress[:, self.rank]
@@ -59,7 +59,7 @@ class Point:
         return True
 
     def pass_by(self, place: str) -> None:
-        """Let the fault happen if it is to strike here."""
+        """Inject the fault if it is due here."""
         if self.fault is not None and self.is_here(place):
             _HAPPENS[self.fault.how](self)
 
@@ -128,7 +128,7 @@ class _Collate:
 
 
 class _Recommender(L.LightningModule):
-    """The mean of the items so far, through a layer with dropout, against the next item and negatives."""
+    """Compares the mean of the items so far, through a layer with dropout, with the next item and negatives."""
 
     def __init__(self, items: int, point: Point) -> None:
         super().__init__()
@@ -177,9 +177,9 @@ class _Recommender(L.LightningModule):
 
 
 def _no_file_grows(checkpoints: Path, kill: bool) -> None:
-    """From now on the kernel lets no file of this process grow beyond half of the largest in the checkpoints.
+    """Limit the files of this process to half the size of the largest checkpoint.
 
-    It kills the process in the middle of writing, or the write is an error, as on a full disk.
+    The kernel then kills the process while it writes, or writing raises an error, as on a full disk.
     """
     largest = max(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -189,7 +189,7 @@ def _no_file_grows(checkpoints: Path, kill: bool) -> None:
 
 
 class _Points(L.Callback):
-    """Where callbacks are called, and what the controls do."""
+    """Calls the point in callbacks, and in the controls."""
 
     def __init__(self, kind: str, point: Point) -> None:
         self.kind, self.point = kind, point
@@ -214,16 +214,16 @@ class _Points(L.Callback):
 def train(
     case: Case, fault: Fault | None, samples: HistoryDataset, folder: Path, rank: int, progress: np.ndarray, resume: str | None
 ) -> dict[str, Any]:
-    """Train to the end on this rank, and return what it is like.
+    """Train to the end on this rank, and return a description of the final state.
 
     Args:
-        case: whose training.
-        fault: that is to strike, None for none.
-        samples: of :func:`histories`.
-        folder: of this case; checkpoints are in a folder of it.
+        case: the case.
+        fault: the fault to inject; None for none.
+        samples: the result of :func:`histories`.
+        folder: folder of this case, which contains the folder of the checkpoints.
         rank: this rank.
         progress: see :class:`Point`.
-        resume: as ``Trainer.fit(ckpt_path=)``.
+        resume: the argument ``Trainer.fit(ckpt_path=)``.
     """
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
@@ -269,7 +269,7 @@ def _pass_by_a_move(event: str, arguments: tuple[Any, ...], point: Point) -> Non
 
 
 def _digest(content: Any) -> str:
-    """Return a checksum of every bit of the tensors in nested containers, by their place."""
+    """Return a checksum of all bits of the tensors in nested containers, by position."""
     found = hashlib.sha256()
 
     def add(place: str, part: Any) -> None:

@@ -1,18 +1,18 @@
-"""Does no rank hang, and is nothing lost, whatever goes wrong? A training on 2 to 4 ranks, many times, each with a fault.
+"""Failures of a training on 2 to 4 ranks: each run has one fault, must end with a clear error, and must resume exactly.
 
-Ranks are killed, stopped, told to end; they raise, hang and leave, in every part of a step and of a checkpoint; checkpoints are
-damaged. Then the training resumes from the last checkpoint, and must end as one that nothing ever happened to, to the bit. What
-is counted:
+Ranks are killed, stopped or terminated. They raise, hang or exit in each part of a step and of a checkpoint. Checkpoints are
+damaged. The training then resumes from the last checkpoint and must end bitwise like a training without a fault. The benchmark
+counts:
 
-hangs            a rank that was still there, once the timeout of the process group and ``--grace`` were over
-silent_losses    a training that ended, but otherwise; that began anew beside a whole checkpoint; or that has none any more
-unnamed_errors   a rank that the fault did not strike ended without an error that names a rank it struck, and a cause
-orphans          processes left behind
-shared_memory    pieces of it left behind
-not_resumed      a training that did not resume, though a checkpoint was whole
-unstruck         a fault that never struck
+hangs            ranks still running after the timeout of the process group and ``--grace``
+silent_losses    trainings that ended with other weights, began anew beside a whole checkpoint, or have no checkpoint left
+unnamed_errors   ranks without a fault that ended without an error that names a failed rank and a cause
+orphans          remaining processes
+shared_memory    remaining pieces of shared memory
+not_resumed      trainings that did not resume from a whole checkpoint
+unstruck         faults that did not occur
 
-``--self-test`` runs instead trainings each with one of the defects above, and fails if one of them is not found.
+``--self-test`` runs trainings with one of these defects each, and fails if one of them is not found.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_freescale.data import HistoryDataset
 
 DEFECTS = ("hangs", "silent_losses", "unnamed_errors", "orphans", "shared_memory", "not_resumed", "unstruck")
 _CAUSE = re.compile(
-    "injected fault|died|dead|killed|ended|left|lost|gone|disconnected|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|"
+    "injected fault|died|dead|killed|ended|left|lost|go(es|ne)|disconn|clos(ed|ing)|reset|time[sd]? ?out|stopped|not answer|"
     "no answer|SIGTERM|SIGINT|nan|could not|OSError|Interrupt",
     re.IGNORECASE,
 )
@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_case(case: Case, folder: Path, references: Path, grace: float) -> tuple[Found, float, str]:
-    """Return what is wrong, how many seconds the other ranks took to end after the fault, and how the training went on."""
+    """Return the defects, the seconds that the other ranks took to end after the fault, and how the training continued."""
     expected = _reference(case.ranks, references)
     found, seconds, resume = Found(), 0.0, None
     checkpoints = folder / "checkpoints"
@@ -163,7 +163,7 @@ def _samples() -> HistoryDataset:
 
 @cache
 def _reference(ranks: int, folder: Path) -> list[str]:
-    """Return what each rank ends with where nothing happens.
+    """Return the final state of each rank without a fault.
 
     Raises:
         RuntimeError: a rank has failed.
@@ -181,7 +181,7 @@ def _reference(ranks: int, folder: Path) -> list[str]:
 
 
 def defects(fault: Fault, attempt: Attempt, expected: list[str]) -> Found:
-    """Return what is wrong with an attempt that something happened to."""
+    """Return the defects of an attempt with a fault."""
     found = [("hangs", f"rank {rank} was still there") for rank, end in enumerate(attempt.ends) if end.code is None]
     if not attempt.struck:
         found.append(("unstruck", f"{fault.place}, {fault.how} at step {fault.step} of rank {fault.ranks}"))
@@ -222,7 +222,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _damage(checkpoints: Path, how: str) -> None:
-    """Do to the last checkpoint what :attr:`Case.damage` says."""
+    """Damage the last checkpoint according to :attr:`Case.damage`."""
     if not how:
         return
     if how == "hidden":
@@ -243,5 +243,5 @@ def _damage(checkpoints: Path, how: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *received: sys.exit("told to end"))  # and so ends the ranks
+    signal.signal(signal.SIGTERM, lambda *received: sys.exit("received SIGTERM"))  # which also ends the ranks
     main()

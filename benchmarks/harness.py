@@ -1,4 +1,4 @@
-"""The two flags every benchmark has: ``--json`` writes the figures, ``--require`` demands them."""
+"""The two flags of all benchmarks: ``--json`` writes the figures, and ``--require`` checks them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that knows the two flags."""
+    """Return a parser with the two flags."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--json", type=Path, metavar="FILE", help="write the figures and where they were measured to FILE")
     result.add_argument(
@@ -36,7 +36,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
-    """Write the figures and check what is required of them; exits with 1 if one falls short."""
+    """Write the figures and check the required ones; exit with 1 if a check fails."""
     if options.json is not None:
         result = {"figures": figures, "measured_on": where()} | _remembered(options.json)
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -48,7 +48,7 @@ def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
 
 
 def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace) -> NoReturn:
-    """Rank 0 does as :func:`finish`, every rank exits alike. Collective."""
+    """Call :func:`finish` on rank 0, and exit on all ranks with its code. Collective."""
     import torch.distributed as dist
 
     failed = [0]
@@ -65,7 +65,7 @@ def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace) 
 
 
 def where() -> dict[str, Any]:
-    """Machine, GPU if any, versions of what is installed, commit, day and command line."""
+    """Return machine, GPU if any, versions of installed packages, commit, day and command line."""
     packages = {name: version(name) for name in ("torch", "torchrec", "lightning", "numpy") if find_spec(name) is not None}
     machine = {"machine": platform.machine(), "processor": _processor(), "cores": _cores()} | _gpu()
     when = {"commit": _commit(), "date": date.today().isoformat(), "command": _command()}
@@ -73,7 +73,7 @@ def where() -> dict[str, Any]:
 
 
 def _remembered(path: Path) -> dict[str, Any]:
-    """The runs that a file of :data:`RESULTS` held so far, newest first, as ``earlier``; empty elsewhere and for a new one."""
+    """Return the former runs of a file of :data:`RESULTS` as ``earlier``, newest first; empty for other and new files."""
     if path.resolve().parent != RESULTS or not path.exists():
         return {}
     last = json.loads(path.read_text())
@@ -82,14 +82,14 @@ def _remembered(path: Path) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its name, where the system tells it."""
-    told = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.+)$", told.read_text(), re.MULTILINE) if told.exists() else []
+    """Return the name of the processor, if the system has it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else []
     return str(names[0]) if names else platform.processor() or "an unknown processor"
 
 
 def _command() -> str:
-    """As somebody would write it in the repository, on netlab if it runs there; files outside by their names alone."""
+    """Return the command as written in the repository, on netlab if it runs there; outside files by their names alone."""
     lab = os.environ.get("NETLAB_COMMAND", "")
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     script = sys.argv[0].rpartition("benchmarks/")[2]

@@ -1,9 +1,9 @@
-"""What a step costs the host, per rank: processor time of the process, and of the engine's thread alone.
+"""Processor time of the host per step and rank: of the process, and of the engine's thread alone.
 
-A table of 200,000 rows with RowWiseAdagrad, histories as long as those of ml-latest-small, no compute besides a tiny dense
-part: all that is left is the exchange. Floor (rows made up), plain TorchRec on gloo, the overlap engine, the engine and the
-floor with 4 micro-batches in a step, and the engine with a plain ``nn.Embedding`` that is sharded, train on the same batches
-in alternating rounds of one run. Processor time hardly carries the machine's other load.
+A table of 200,000 rows trains with RowWiseAdagrad on histories with the lengths of ml-latest-small. The only other compute is a
+tiny dense part, so the exchange remains. The variants train on the same batches in alternating rounds of one run: the floor
+(local rows), plain TorchRec on gloo, the overlap engine, engine and floor with 4 micro-batches per step, and the engine with a
+sharded ``nn.Embedding``. Other load on the machine hardly affects processor time.
 """
 
 from __future__ import annotations

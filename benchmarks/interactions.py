@@ -1,8 +1,8 @@
-"""How long reading and grouping interactions takes, and how much memory beyond their columns it needs at its peak.
+"""Time to read and group interactions, and their peak memory beyond the columns.
 
-Users, items and times have 64 bits and are drawn at random, users in no order. Each case runs in a process of its own.
-What it holds at its peak is what Linux says of resident memory, so it counts the result and whatever Arrow and numpy keep. From
-a table the columns are there before and are not counted; from a file the bytes of three such columns are taken off.
+Users, items and times have 64 bits and are drawn at random, users in no order. Each case runs in a separate process. The peak
+is the resident memory that Linux reports, so it includes the result and all memory that Arrow and numpy keep. The columns of a
+table exist before and are not counted. For a file, the bytes of three such columns are subtracted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _in_process(function: Any, *arguments: Any) -> Any:
 
 
 def _write(path: Path, rows: int, shuffle_times: bool) -> None:
-    """Users like ml-20m's, popular items, one interaction a second."""
+    """Write users like those of ml-20m, with popular items and one interaction per second."""
     random = np.random.default_rng(0)
     users, items = random.integers(0, 138_493, rows), random.zipf(1.3, rows) % 27_000
     times = 1_000_000_000 + np.arange(rows)
@@ -90,7 +90,7 @@ def _write(path: Path, rows: int, shuffle_times: bool) -> None:
 
 
 def _measure(path: Path, rows: int, arguments: dict[str, Any]) -> tuple[float, float, float]:
-    """Seconds, those of processors, and the peak of resident memory beyond the columns, as a share of theirs."""
+    """Return seconds, processor seconds, and the peak of resident memory beyond the columns, as a share of their size."""
     source: Any = path
     if path.suffix == ".arrow":
         with pa.OSFile(str(path)) as file:

@@ -1,27 +1,26 @@
-"""What each technique takes away of the bubbles, one more at a time, end to end through Lightning's Trainer.
+"""Bubbles that each technique removes, one more at a time, end to end through Lightning's Trainer.
 
 ``python benchmarks/netlab.py --hosts 8 --rate 25mbit -- python benchmarks/ladder.py --data ml-1m.seqs.npz --compute-ms 1440``
 
-Histories are as long as those of the data set, their items Zipf-distributed over ``--rows`` rows, and compute is a sleep by a
-cost model of the lengths, ``--compute-ms`` for a mean batch. The rungs take turns in the same processes, each a fit of its own:
+Histories have the lengths of the data set, and their items are Zipf-distributed over ``--rows`` rows. Compute is a sleep by a
+cost model of the lengths, ``--compute-ms`` for a mean batch. The rungs take turns in the same processes, each in its own fit:
 
-floor      equal costs on all ranks, and no embedding exchange: what the loop, DDP and this machine take
+floor      equal costs on all ranks and no embedding exchange: the time of the loop, DDP and this machine
 plain      TorchRec's own exchange under DDP, samples as drawn
 balance    the same samples in each step, assigned by cost, at counts up to 25 % apart
-overlap    the ids go ahead, and rows and gradients travel behind compute
-dedup      every row once per rank and step
-split      the gradients of the dense weights, a share of compute, come last: those of the rows are on the way by then
+overlap    ids are sent ahead, and rows and gradients are sent during compute
+dedup      each row once per rank and step
+split      the gradients of the dense weights, a share of compute, come last, while those of the rows are sent
 window     2 micro-batches, in which the tables do not change
-two-level  what several ranks of a host need crosses the network once; with netlab's ``--ranks-per-host``
+two-level  rows for several ranks of a host cross the network once; with netlab's ``--ranks-per-host``
 
-Without lookahead there is no dedup here, so ids ahead have no row of their own; no cache replicates hot rows: two levels save
-the same bytes exactly. A higher lane goes before a lower one in every exchange that overlaps.
+Dedup requires lookahead here. No cache replicates hot rows, because two levels save the same bytes exactly. In all overlapped
+exchanges, higher lanes have priority.
 
-The bubble b is 1 - compute summed over ranks / (ranks x wall time). With P, F and X the time per step that is not compute, of
-plain, floor and a rung: the reduction is r = (P - X) / (P - F), and "of what r and b allow" is the speed-up over
-1 / (1 - r b): b counts the floor, which no technique takes away, so it is below 100 % where there is a floor.
-In brackets stand the least and the most of the rounds. The headline is the rung ``split``, named before any run: it has all
-that needs no word of what the loss averages over.
+The bubble b is 1 - compute summed over ranks / (ranks x wall time). Let P, F and X be the time per step without compute of
+plain, floor and a rung. The reduction is r = (P - X) / (P - F). The share of the achievable speed-up is the speed-up over
+1 / (1 - r b). It is below 100 % if there is a floor, because b contains the floor. Brackets contain the least and the most of
+the rounds. The headline is the rung ``split``, named before any run: it has all techniques that work with any loss.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead", "unexplaine
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     options = read_options()
     kind, leads = ARCHETYPES[options.archetype], int(os.environ["RANK"]) == 0
     data = ladder_fits.Histories(kind, options)
@@ -66,7 +65,7 @@ def main() -> None:
 
 
 def _figures(runs: dict[str, list[Fit]]) -> dict[str, float]:
-    """By rung; of all ranks. Collective."""
+    """Return the figures of all ranks by rung. Collective."""
     figures: dict[str, float] = {}
     rounds: list[dict[str, float]] = [{} for _ in next(iter(runs.values()))]
     for name, fits in runs.items():
@@ -171,7 +170,7 @@ def _row(name: str, figures: dict[str, float]) -> str:
 
 
 def _plot(figures: dict[str, float], options: Any) -> None:
-    """Where the time of a step goes, a bar for each rung."""
+    """Plot the parts of a step, one bar for each rung."""
     from matplotlib.figure import Figure
 
     colours = {

@@ -1,4 +1,4 @@
-"""The fits of the ladder: histories, a model that sleeps, and Lightning's Trainer with the options of a rung."""
+"""Fits of the ladder: histories, a model that sleeps, and Lightning's Trainer with the options of a rung."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Archetype:
-    """What a training run is made of.
+    """The properties of a training run.
 
     Attributes:
         attention: share of a mean history's compute that grows with the square of its length.
-        tables: how many, each asked for every item.
-        dim: of their rows.
+        tables: number of tables; all look up all items.
+        dim: width of their rows.
         batch: histories per rank and step.
-        family: lengths are drawn from it, see ``lengths.py``; those of ``--data`` if not given.
+        family: distribution of the lengths, see ``lengths.py``; those of ``--data`` if not given.
     """
 
     attention: float = 0.5
@@ -66,7 +66,7 @@ ARCHETYPES = {
 
 
 class Histories(Dataset[Tensor]):
-    """Each sample the items of one history in every table, shape ``[tables, length]``, drawn from its own index."""
+    """The items of one history in each table for each sample, shape ``[tables, length]``, drawn from its index."""
 
     def __init__(self, kind: Archetype, options: Any) -> None:
         self.lengths, self.cost = drawn_lengths(kind, options)
@@ -85,7 +85,7 @@ class Histories(Dataset[Tensor]):
 
 
 def drawn_lengths(kind: Archetype, options: Any) -> tuple[NDArray[np.int64], CostModel]:
-    """Return the length of every history, and a cost by which a mean batch takes ``--compute-ms``; both shares by the mean."""
+    """Return the length of each history, and a cost by which a mean batch takes ``--compute-ms``; both shares by the mean."""
     samples = (options.steps + end_to_end.SKIPPED) * kind.batch * int(os.environ["WORLD_SIZE"])
     random = np.random.default_rng(overlap_workload.SEED + 1)
     if kind.family is not None:
@@ -100,7 +100,7 @@ def drawn_lengths(kind: Archetype, options: Any) -> tuple[NDArray[np.int64], Cos
 
 
 class Sleeper(end_to_end.Sleeper):
-    """Sleeps as long as the cost model says, and asks every table."""
+    """Sleeps as long as the cost model says, and looks up all tables."""
 
     def __init__(self, kind: Archetype, cost: CostModel, options: Any, exchanges: bool) -> None:
         super().__init__(options, 0.0, exchanges)
@@ -113,12 +113,12 @@ class Sleeper(end_to_end.Sleeper):
             self.items = EmbeddingCollection(tables=tables, device=torch.device("meta"))
 
     def seconds_of(self, batch: KeyedJaggedTensor) -> float:
-        """By the lengths of the histories."""
+        """Return the compute by the lengths of the histories."""
         samples = batch.lengths()[: batch.stride()]
         return float(self._cost(samples.double().numpy()).sum())
 
     def rows_of(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Those of all tables, added up."""
+        """Return the sum of the rows of all tables."""
         found = self.items(batch)
         return sum((found[key].values() for key in self._keys if key in found), torch.zeros(()))
 
@@ -129,7 +129,7 @@ def _keys(kind: Archetype) -> list[str]:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one fit measured; seconds of each step on this rank, shares of all ranks' time on rank 0."""
+    """The measurements of a fit: seconds of each step on this rank, and shares of all ranks' time on rank 0."""
 
     wall: NDArray[np.float64]
     compute: NDArray[np.float64]
@@ -167,7 +167,7 @@ def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) 
 
 
 def _choices(name: str) -> dict[str, Any]:
-    """Return the options of a rung: what the rungs up to it add."""
+    """Return the options of a rung, which include those of the rungs before it."""
     rungs = list(RUNGS)
     climbed = rungs[1 : rungs.index(name) + 1] if name != "floor" else ["floor"]
     choices = {key: value for rung in climbed for key, value in RUNGS[rung].items()}

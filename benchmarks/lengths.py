@@ -1,4 +1,4 @@
-"""History lengths: of the data sets that benchmarks read from outside the project, and drawn ones."""
+"""Lengths of histories: those of data sets outside of the repository, and drawn ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LONGEST = 2**20
 
 
 def read_lengths(path: str | Path) -> tuple[str, Floats]:
-    """A data set's name and the length of every user's history.
+    """Return the name of a data set and the length of each user's history.
 
-    ``path`` is an ``.npz`` with ``offsets``; text (also ``.gz``) with a user and then the items on every line; or ``.csv``
-    (also ``.gz``) with a header, an interaction on every line and its user first, which has the name of its folder.
+    ``path`` is an ``.npz`` with ``offsets``; text (also ``.gz``) with a user and then the items on each line; or ``.csv``
+    (also ``.gz``) with a header, an interaction on each line and its user first. The name of a ``.csv`` is that of its folder.
     """
     path = Path(path)
     name = path.name.split(".")[0]
@@ -58,5 +58,5 @@ SYNTHETIC: dict[str, Draw] = {
 
 
 def draw_lengths(family: str, draw: np.random.Generator, samples: int) -> Floats:
-    """Lengths of one of ``SYNTHETIC``, shape ``[samples]``, whole numbers of at least 1."""
+    """Return lengths of one of ``SYNTHETIC``, shape ``[samples]``, whole numbers of at least 1."""
     return np.maximum(1, np.floor(SYNTHETIC[family](draw, samples))).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A search for a better assignment that takes as long as it is given: how far from the best is ours really?"""
+"""A long search for a better assignment, to estimate the distance of a plan from the best one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _HOTTEST, _COOLING, _COLDEST = 1000, 0.8, 1e-5
 def search(
     costs: NDArray[np.float64], plan: NDArray[np.int64], ranks: int, limits: tuple[int, int], bound: float, seconds: float
 ) -> float:
-    """The smallest imbalance found from ``plan``.
+    """Return the smallest imbalance found from ``plan``.
 
-    A level between the lower bound and the best so far is set, and simulated annealing (Kirkpatrick et al. 1983) over moves,
-    swaps and rotations among three ranks lowers the summed squares of what loads exceed it by. Once none does, a lower level
-    is set; if it has cooled down in vain, it starts again from the best, with another seed and a higher level.
+    The search sets a level between the lower bound and the best imbalance so far. Simulated annealing (Kirkpatrick et al. 1983)
+    over moves, swaps and rotations among three ranks lowers the summed squares of the loads' excess over the level. If no load
+    exceeds the level, the search sets a lower one. If annealing fails, it restarts from the best plan with another seed and a
+    higher level.
 
     Args:
         costs: shape ``[samples]``.
-        plan: where to start, shape ``[samples]``.
-        ranks: how many share the samples.
+        plan: the first plan, shape ``[samples]``.
+        ranks: number of ranks that share the samples.
         limits: least and most samples that a rank may hold.
-        bound: lower bound of the imbalance, where the search may stop.
-        seconds: how long to search.
+        bound: lower bound of the imbalance, at which the search stops.
+        seconds: duration of the search.
     """
     cost = costs * ranks / costs.sum()  # a load is an imbalance
     best, reached = _table(plan, ranks, limits[1]), float(np.bincount(plan, cost, ranks).max())
@@ -50,7 +51,7 @@ def search(
 
 
 def _table(plan: NDArray[np.int64], ranks: int, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Samples of every rank, shape ``[ranks, slots]``, and how many there are."""
+    """Return the samples of each rank, shape ``[ranks, slots]``, and their numbers."""
     held = np.bincount(plan, minlength=ranks)
     members = np.full((ranks, min(most, 2 * int(held.max()))), -1)
     for rank in range(ranks):
@@ -62,7 +63,7 @@ def _table(plan: NDArray[np.int64], ranks: int, most: int) -> tuple[NDArray[np.i
 def _anneal(
     cost: Any, members: Any, held: Any, load: Any, least: int, level: float, heat: float, seed: int, proposals: int
 ) -> bool:
-    """Change ``members``, ``held`` and ``load`` in place; whether no load exceeds ``level`` any more."""
+    """Change ``members``, ``held`` and ``load`` in place; return True if no load exceeds ``level``."""
     np.random.seed(seed)
     ranks = len(load)
     for _ in range(proposals):
@@ -96,7 +97,7 @@ def _anneal(
 
 @numba.njit(cache=True)
 def _slow(load: Any, level: float) -> int:
-    """Some rank, rather one that exceeds the level."""
+    """Return a rank, preferably one that exceeds the level."""
     rank = np.random.randint(len(load))
     for _ in range(16):
         if load[rank] > level:

@@ -55,7 +55,7 @@ SKIPPED = 8
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     add = (options := parser(__doc__)).add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--compute-ms", type=float, default=0.0)
@@ -97,17 +97,17 @@ class Lookups(L.LightningModule):
         self.rows_of(batch)
 
     def rows_of(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Rows of sequences, or pooled rows of bags."""
+        """Return rows of sequences, or pooled rows of bags."""
         found = self.tables(batch)
         return found["a"].values() if isinstance(found, dict) else found.values()
 
     def configure_optimizers(self) -> Any:
-        """SGD for everything."""
+        """Return SGD for all parameters."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _batches(kind: str, steps: int) -> list[KeyedJaggedTensor]:
-    """The batches of this rank: few rows are popular."""
+    """Return the batches of this rank; few rows are popular."""
     features, samples, ids = KINDS[kind]
     draw, found = np.random.default_rng(int(os.environ["RANK"])), []
     for _ in range(steps):

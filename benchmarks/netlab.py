@@ -1,15 +1,17 @@
-"""Run ranks on several fake hosts of this machine, joined by shaped links: a slow network without a cluster.
+"""Runs ranks on several emulated hosts of this machine with shaped links: a slow network without a cluster.
 
-``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``; ``--check`` says whether this machine can (exit
-code 0 or 3). Every host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge; its card is full duplex,
-shaped in both directions, so that many senders to one receiver cost time, too. The ranks find ``RANK``, ``LOCAL_RANK``,
-``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``TORCHELASTIC_RUN_ID``, ``MASTER_ADDR``, ``MASTER_PORT``,
-``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST``, ``NETLAB_RATE`` and ``NETLAB_COMMAND``, this command's own words, in their environment,
-so that Lightning takes the processes for ranks of torchrun and each host for a node.
+``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python script.py``. ``--check`` tests whether this machine supports it
+(exit code 0 or 3). Each host is a network namespace with ``eth0`` at 10.77.0.1, .2, ... behind a bridge. Its card is full
+duplex and shaped in both directions, so many senders to one receiver take time, too.
 
-All lives in a fresh network, mount and process namespace (and a user namespace, where one is not root): however this command
-ends, the kernel removes every process, link and namespace. The exit code is that of the first rank that fails, which ends the
-others; 124 after ``--timeout``; 3 where the machine cannot. Needs ``ip`` and ``tc`` (iproute2) and ``unshare`` (util-linux).
+The ranks have these variables in their environment: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``,
+``GROUP_RANK``, ``TORCHELASTIC_RUN_ID``, ``MASTER_ADDR``, ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME``, ``NETLAB_HOST``,
+``NETLAB_RATE`` and ``NETLAB_COMMAND``, the words of this command. Lightning therefore treats the processes as ranks of torchrun
+and each host as a node.
+
+All processes and links are in new network, mount and process namespaces (and in a user namespace, without root). When this
+command ends, the kernel removes them. The exit code is that of the first rank that fails, which ends the others; 124 after
+``--timeout``; 3 if the machine does not support it. It requires ``ip`` and ``tc`` (iproute2) and ``unshare`` (util-linux).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _PROBE = (
 
 
 def main() -> int:
-    """Exit code of the command line."""
+    """Return the exit code of the command line."""
     options = _options()
     if _INSIDE not in os.environ:
         reason = available()
@@ -53,7 +55,7 @@ def main() -> int:
 
 
 def available() -> str | None:
-    """Why this machine cannot; None if it can."""
+    """Return the reason why this machine does not support netlab; None if it does."""
     missing = [tool for tool in ("unshare", "ip", "tc") if not shutil.which(tool)]
     if missing:
         return f"{', '.join(missing)} not found: install iproute2 and util-linux"
@@ -90,7 +92,7 @@ def _unshare() -> list[str]:
 
 
 def _enter() -> int:
-    """Run this file again in namespaces of its own, which end with this process, however it ends."""
+    """Run this file again in new namespaces, which end with this process."""
     die_with_parent = ctypes.CDLL(None).prctl
     inside = subprocess.Popen(
         [*_unshare(), sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]],
@@ -108,7 +110,7 @@ def _enter() -> int:
 
 
 def _build(options: argparse.Namespace) -> None:
-    """A bridge, and every host with its card behind it."""
+    """Create a bridge, and each host with its card behind it."""
     _do("mount -t tmpfs none /run")
     _do("ip link set lo up")
     _do("ip link add name br0 type bridge")
@@ -153,13 +155,13 @@ def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
 
 
 def _own_words(command: Sequence[str]) -> str:
-    """What was written before the command that the ranks run, as one would write it in the repository."""
+    """Return the words before the command of the ranks, as written in the repository."""
     flags = sys.argv[1 : len(sys.argv) - len(command)]
     return " ".join(["python", "benchmarks/netlab.py", *(flags[:-1] if flags[-1:] == ["--"] else flags), "--"])
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
-    """Exit code of the first rank that fails; the others end with this process, the first of its process namespace."""
+    """Return the exit code of the first rank that fails; the others end with this process, the first of its namespace."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = [rank.poll() for rank in ranks]

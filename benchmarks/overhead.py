@@ -1,12 +1,13 @@
-"""What strategy "freescale" costs where there is no bubble to remove, against a hand-written TorchRec + DDP loop.
+"""Overhead of strategy "freescale" without any bubble to remove, against a hand-written TorchRec + DDP loop.
 
-All train the reference model on the same batches, on two gloo ranks, in alternating rounds of one run: by hand, freescale
-without overlap, freescale (these two change places every round), by hand. A round's figure is its median step; the overhead is
-freescale over the mean of the two by hand, the floor one of these over the other, both as medians over the rounds. Wall time
-carries the machine's other load; CPU time of the process hardly does, and counts what the strategy adds. A rank has one core
-here, which its own compute fills: what the overlap engine's thread does is not hidden, as it is beside a device.
+All variants train the reference model on the same batches, on two gloo ranks, in alternating rounds of one run: by hand,
+freescale without overlap, freescale (these two change places in each round), by hand. The figure of a round is its median step.
+The overhead is freescale over the mean of the two runs by hand, and the floor is one of these over the other. Both are medians
+over the rounds. Other load on the machine affects the wall time. It hardly affects the CPU time of the process, which counts
+the work that the strategy adds. A rank has one core here, which compute fills, so the work of the engine's thread is not
+hidden, as it is beside a device.
 
-Histories are all of one length, or differ, and then the samples of a step are assigned so that both ranks finish together.
+Histories have one length, or differ. In the second case the samples of a step are assigned so that both ranks finish together.
 """
 
 from __future__ import annotations
@@ -107,14 +108,14 @@ def _batches(options: Any) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _draw_histories(draw: np.random.Generator, lengths: Any) -> Histories:
-    """Histories whose training samples have these lengths, of items of which few are popular."""
+    """Draw histories whose training samples have these lengths; few items are popular."""
     offsets = np.append(0, np.cumsum(lengths + TRAIN_TAKES_OFF))
     items = (ITEMS * draw.random(offsets[-1]) ** 3).astype(int)
     return Histories(items, np.arange(offsets[-1]) * 3600, offsets, np.arange(len(lengths)), np.arange(ITEMS))
 
 
 class _Step(nn.Module):
-    """What DDP wraps by hand: one training step, without logging."""
+    """The module that DDP wraps by hand: one training step, without logging."""
 
     def __init__(self, model: HSTURecommender) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def _median_step(ends: list[tuple[float, float]]) -> list[float]:
 
 
 class _Times(L.Callback):
-    """When each step ended."""
+    """Records the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []

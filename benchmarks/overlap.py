@@ -1,31 +1,31 @@
-"""How much of the embedding exchange the step still waits for: TorchRec's ways against the overlapped exchange.
+"""Share of the embedding exchange that a step waits for: TorchRec's methods against the overlapped exchange.
 
-Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 80mbit -- python benchmarks/overlap.py``. Every rank
-trains on ``--batch`` histories per step; a step's compute is a sleep, equally long on all ranks, so that beyond the floor there
-is nothing but embeddings. The variants take turns in the same processes, on the same batches:
+Run it on shaped links: ``python benchmarks/netlab.py --hosts 4 --rate 80mbit -- python benchmarks/overlap.py``. Each rank
+trains on ``--batch`` histories per step. Compute is a sleep, equally long on all ranks, so only the embedding exchange exceeds
+the floor. The variants take turns in the same processes, on the same batches:
 
 floor       no embedding exchange; the all-reduce of the dense part stays
 plain       TorchRec's row-wise sharded EmbeddingCollection
-pipeline    the same under TorchRec's TrainPipelineSparseDist, which exchanges the ids ahead
-dedup       plain, with every id of the rank's batch looked up once; they are found before the step starts
+pipeline    plain under TorchRec's TrainPipelineSparseDist, which exchanges the ids ahead
+dedup       plain, with each id of the rank's batch looked up once; they are found before the step starts
 ours        the overlapped exchange, with a lookahead of one batch
-split       the same, with the gradients of the dense weights, a share of compute, after those of the rows
+split       ours, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
 two-level   ours with exchange="two_level"; with netlab's ``--ranks-per-host``
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
-Exposed is a variant's median step less the floor's. Next to the measured reductions stand those that the bytes alone predict:
-the rows that two batches in a row need, by the rows that TorchRec sends; all of them, and those over each step's busiest link.
+Exposed is the median step of a variant less that of the floor. The measured reductions are compared with those that the bytes
+predict: the rows that two successive batches need, over the rows that TorchRec sends, for all rows and for the busiest link.
 
-Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the history lengths of ml-latest-small; ``hard``
-takes that data set's users, most of whose rows collide. Every table takes rows x dim x 4 bytes over all ranks, and there are
-three: one of plain, dedup and plain-gloo together, one of pipeline, one of ours.
+Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the history lengths of ml-latest-small. ``hard``
+takes the users of that data set, most of whose rows collide. Each table takes rows x dim x 4 bytes over all ranks. There are
+three tables: one of plain, dedup and plain-gloo together, one of pipeline, and one of ours.
 
-With ``--shift-at``, other items are the popular ones from that step of a round on, and what is exposed before and after it is
-shown apart, without the two steps around it, of which hardly a row collides.
+With ``--shift-at``, other items become popular at that step of a round. The exposed times before and after it are reported
+separately, without the two steps around it, in which hardly any row collides.
 
-The ranks share this machine's cores, and what that costs counts as exposed: with eight of them on two cores, slow links and
-compute down by the same factor, such as ``--rate 50mbit`` and ``--compute-ms 720``.
+The ranks share the cores of this machine, and the cost of that counts as exposed. With eight ranks on two cores, slow links and
+compute down by the same factor, for example with ``--rate 50mbit`` and ``--compute-ms 720``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: Any) -> dict[str, float]:
-    """The figures, printed on rank 0. Collective."""
+    """Return the figures, and print them on rank 0. Collective."""
     torch.set_num_threads(1)
     overlap_variants.weights_share = options.weights_share
     if options.regime == "hard":
@@ -120,14 +120,14 @@ def measure(options: Any) -> dict[str, float]:
 
 
 def _round(variant: Any, batches: Sequence[Any]) -> list[tuple[float, float]]:
-    """Milliseconds of wall time and of the process's CPU time of every step that counts."""
+    """Return the milliseconds of wall time and of the process's CPU time of each step that counts."""
     dist.barrier()
     marks = [(time.perf_counter(), time.process_time()) for _ in variant.steps(batches)]
     return (1000 * np.diff(marks, axis=0)[SKIPPED - 1 : -1]).tolist()
 
 
 def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, float]:
-    """Medians and quartiles of steps, each the mean over the ranks, and bytes per rank and step."""
+    """Return medians and quartiles of steps, each the mean over the ranks, and bytes per rank and step."""
     steps = options.steps * options.rounds
     counted = {key: value / steps for key, value in sorted(variant.sent().items())}
     mean = torch.tensor([*np.reshape(times, -1), *counted.values()], dtype=torch.float64)

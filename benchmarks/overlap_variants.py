@@ -1,4 +1,4 @@
-"""The ways to train a row-wise sharded table that the overlap benchmark compares."""
+"""Methods to train a row-wise sharded table that the overlap benchmark compares."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ weights_share = 0.15
 class _Compute(torch.autograd.Function):
     """The device's work: a third of the seconds in forward, after the lookup, the rest before the lookup's backward.
 
-    Without what is done later, for the gradient that goes to ``late``.
+    The work for the gradient that goes to ``late`` is excluded.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Compute(torch.autograd.Function):
 
 
 class _WeightGradients(torch.autograd.Function):
-    """The part of the device's work that nobody waits for."""
+    """The part of the device's work that no exchange waits for."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -72,21 +72,22 @@ class _WeightGradients(torch.autograd.Function):
 
 @torch.fx.wrap
 def compute(rows: Tensor, inverse: Tensor | None, seconds: float) -> Tensor:
-    """Every item's row, after the device's work."""
+    """Return the row of each item, after the device's work."""
     return _Compute.apply(rows if inverse is None else rows.index_select(0, inverse), None, seconds)
 
 
 def compute_split(rows: Tensor, seconds: float, late_seconds: float, weight: Tensor) -> Tensor:
-    """The same, with the gradients of weights, of which ``weight`` is one, after the rows' as a split backward has them.
+    """Compute as a split backward does: the gradients of weights such as ``weight`` come after those of the rows.
 
-    Those of micro-batches all come with the last: ``late_seconds`` is the compute of those whose weights come with this one.
+    All late gradients of micro-batches come with the last one: ``late_seconds`` is the compute of those whose weights come with
+    this one.
     """
     late = after_the_others(_WeightGradients.apply(rows.detach(), weight, late_seconds), 1)
     return _Compute.apply(rows, late, seconds)
 
 
 class Recommender(nn.Module):
-    """A table of item embeddings and a small dense part, which gives every row a gradient of its own."""
+    """A table of item embeddings and a small dense part, which gives each row a different gradient."""
 
     def __init__(self, rows: int, dim: int, seconds: float) -> None:
         super().__init__()
@@ -96,17 +97,17 @@ class Recommender(nn.Module):
         self.seconds = self.late_seconds = seconds
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss, twice: TorchRec's pipeline wants a loss and a result."""
+        """Return the loss twice, because TorchRec's pipeline expects a loss and a result."""
         rows = compute(self.items(batch.features)["item"].values(), batch.inverse, self.seconds)
         loss = self.dense(rows).square().mean()
         return loss, loss
 
 
 class SplitRecommender(Recommender):
-    """The same under a split backward."""
+    """The recommender under a split backward."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss, twice."""
+        """Return the loss twice."""
         rows = self.items(batch.features)["item"].values()
         rows = compute_split(rows, self.seconds, self.late_seconds, self.dense[0].weight)
         loss = self.dense(rows).square().mean()
@@ -114,34 +115,34 @@ class SplitRecommender(Recommender):
 
 
 class PlainRecommender(Recommender):
-    """The same with a plain ``nn.Embedding``."""
+    """The recommender with a plain ``nn.Embedding``."""
 
     def __init__(self, rows: int, dim: int, seconds: float) -> None:
         super().__init__(rows, dim, seconds)
         self.items = nn.Embedding(rows, dim, device=torch.device("meta"))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss, twice."""
+        """Return the loss twice."""
         rows = compute(self.items(batch.features.values()), batch.inverse, self.seconds)
         loss = self.dense(rows).square().mean()
         return loss, loss
 
 
 class LocalRows(nn.Module):
-    """Stands in for the table where nothing is to be exchanged."""
+    """A replacement for the table without any exchange."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """As many rows as there are ids."""
+        """Return one row for each id."""
         rows = torch.zeros(len(features.values()), self.dim, requires_grad=True)
         return {"item": JaggedTensor(rows, lengths=features.lengths())}
 
 
 class Plain:
-    """A loop over a model that does its exchanges itself."""
+    """A loop over a model that makes its exchanges itself."""
 
     def __init__(self, model: nn.Module, wire: Wire, deduplicate: bool = False) -> None:
         self.model, self.wire, self.deduplicate = model, wire, deduplicate
@@ -149,7 +150,7 @@ class Plain:
         self.optimizer = torch.optim.SGD(dense, lr=1e-3)
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """One step per batch."""
+        """Train one step per batch."""
         ready = [batch.deduplicated() if self.deduplicate else batch for batch in batches]
         with self.wire.patched():
             for batch in ready:
@@ -159,22 +160,22 @@ class Plain:
                 yield
 
     def sent(self) -> dict[str, float]:
-        """Bytes sent to other ranks since the start."""
+        """Return the bytes sent to other ranks since the start."""
         return {"bytes": self.wire.sent}
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing, because nothing is open."""
 
 
 class PlainInMicroBatches(Plain):
-    """The same loop with every batch cut into micro-batches, compute shared out by ids."""
+    """The plain loop with each batch cut into micro-batches; compute is divided by the number of ids."""
 
     def __init__(self, model: nn.Module, wire: Wire, micro_batches: int) -> None:
         super().__init__(model, wire)
         self.count = micro_batches
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """One step per batch."""
+        """Train one step per batch."""
         for parts in [batch.in_micro_batches(self.count) for batch in batches]:
             self.optimizer.zero_grad()
             for index, part in enumerate(parts):
@@ -185,14 +186,14 @@ class PlainInMicroBatches(Plain):
 
 
 class Pipelined(Plain):
-    """TorchRec's pipeline, which exchanges the ids of the batch after while this one trains."""
+    """TorchRec's pipeline, which exchanges the ids of the next batch while this one trains."""
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:
         super().__init__(model, wire)
         self.pipeline = TrainPipelineSparseDist(model, self.optimizer, CPU)
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """One step per batch."""
+        """Train one step per batch."""
         source = iter(batches)
         with self.wire.patched():
             for _ in batches:
@@ -201,7 +202,7 @@ class Pipelined(Plain):
 
 
 class Ours:
-    """The engine: only the rows that the batch before updates, too, are waited for; ``options`` are its others."""
+    """The engine, which waits only for rows that the previous batch also updates; ``options`` are its other options."""
 
     def __init__(self, model: Recommender, **options: Any) -> None:
         plain = isinstance(model.items, nn.Embedding)
@@ -218,7 +219,7 @@ class Ours:
         self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120), **options)
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """One step per batch; at the end nothing is under way."""
+        """Train one step per batch; nothing is pending at the end."""
         for batch, upcoming in zip(batches, [*batches[1:], None]):
             self.engine.begin_step(upcoming=None if upcoming is None else {"items": self._ids(upcoming.features)})
             self.optimizer.zero_grad()
@@ -229,7 +230,7 @@ class Ours:
         self.engine.drain()
 
     def sent(self) -> dict[str, float]:
-        """What the engine counts, and with it the bytes sent to other ranks since the start."""
+        """Return the counters of the engine, with the bytes sent to other ranks since the start."""
         counted = self.engine.statistics()
         return {**counted, "bytes": sum(counted[name] for name in ("ids_bytes", "colliding_bytes", "non_colliding_bytes"))}
 
@@ -239,14 +240,14 @@ class Ours:
 
 
 class InMicroBatches(Ours):
-    """The engine, every batch cut into micro-batches: only the first waits for rows, only the last for gradients."""
+    """The engine with each batch cut into micro-batches: only the first waits for rows, and only the last for gradients."""
 
     def __init__(self, model: Recommender, micro_batches: int) -> None:
         super().__init__(model)
         self.count = micro_batches
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
-        """One step per batch; compute is shared out by ids."""
+        """Train one step per batch; compute is divided by the number of ids."""
         recommender, seconds = self.model.module, self.model.module.seconds
         parts = [(part, index) for batch in batches for index, part in enumerate(batch.in_micro_batches(self.count))]
         ids = [len(batch.features.values()) for batch in batches]
@@ -269,7 +270,7 @@ class InMicroBatches(Ours):
 
 
 def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_node: int = 1) -> dict[str, Any]:
-    """The variants called ``names``; those that look up the way TorchRec does share a table. Collective.
+    """Create the variants called ``names``; variants that look up as TorchRec does share a table. Collective.
 
     ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
     ``"floor-micro-4"`` is the floor with 4 micro-batches, ``"two-level"`` the engine on nodes of ``ranks_per_node`` ranks.

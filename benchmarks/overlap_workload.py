@@ -1,4 +1,4 @@
-"""Batches of the overlap benchmark, and what their ids alone say about the bytes that must be waited for."""
+"""Batches of the overlap benchmark, and the bytes that must be waited for by their ids alone."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ Draw = Callable[[int, int], tuple[Ids, Ids]]  # of a step and a rank: ids, and t
 
 @dataclass
 class Batch(Pipelineable):
-    """What a rank trains on in one step.
+    """The batch of one rank in one step.
 
     Attributes:
         features: the ids to look up.
-        inverse: which looked up row every item of the histories has; None if each has its own.
+        inverse: the looked up row of each item of the histories; None if each item has its own.
     """
 
     features: KeyedJaggedTensor
     inverse: Tensor | None = None
 
     def deduplicated(self) -> Batch:
-        """The same, with every id looked up once."""
+        """Return the batch with each id looked up once."""
         once, inverse = torch.unique(self.features.values(), return_inverse=True)
         return Batch(_features(once, torch.tensor([len(once)])), inverse)
 
     def in_micro_batches(self, count: int) -> list[Batch]:
-        """The same, cut by numbers of ids as the package cuts a rank's samples."""
+        """Return the batch cut by numbers of ids, as the package cuts a rank's samples."""
         lengths, values = self.features.lengths().long(), self.features.values()
         samples, costs = list(zip(values.split(lengths.tolist()), lengths)), lengths.double().numpy()
         parts = cut(samples, count, costs, np.ones(len(costs))).batches
         return [Batch(_features(torch.cat([ids for ids, _ in part]), torch.stack([n for _, n in part]))) for part in parts]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """It is on the CPU already."""
+        """Return the batch, which is on the CPU already."""
         return self
 
     def record_stream(self, stream: object) -> None:
-        """There are no streams on the CPU."""
+        """Do nothing, because the CPU has no streams."""
 
 
 def production(rows: int, samples: int, by_popularity: bool = False, shift_at: int | None = None) -> Draw:
-    """Zipf-distributed ids in histories as long as ml-latest-small's; the popular ones scattered over the table, or first.
+    """Return Zipf-distributed ids in histories with the lengths of ml-latest-small; popular ids are scattered, or first.
 
-    From step ``shift_at`` on, others are popular.
+    From step ``shift_at`` on, other ids are popular.
     """
     popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
     item_of_rank = np.arange(rows) if by_popularity else np.random.default_rng(SEED).permutation(rows)
@@ -74,7 +74,7 @@ def production(rows: int, samples: int, by_popularity: bool = False, shift_at: i
 
 
 def hard(samples: int) -> tuple[int, Draw]:
-    """Rows of the table, and the latest items of ml-latest-small's users: next to no row is free of collisions."""
+    """Return rows of the table, and the latest items of ml-latest-small's users; nearly all rows collide."""
     known = _ratings()
 
     def draw(step: int, rank: int) -> tuple[Ids, Ids]:
@@ -86,13 +86,13 @@ def hard(samples: int) -> tuple[int, Draw]:
 
 
 def batches(draw: Draw, steps: int, rank: int) -> list[Batch]:
-    """The batches of one rank."""
+    """Return the batches of one rank."""
     drawn = [draw(step, rank) for step in range(steps)]
     return [Batch(_features(torch.from_numpy(ids), torch.from_numpy(lengths))) for ids, lengths in drawn]
 
 
 def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Sequence[int] = ()) -> dict[str, float]:
-    """Exact shares of colliding rows: those which the global batch before or after needs as well, of all but the ends.
+    """Return exact shares of colliding rows, which the global batch before or after also needs, of all steps but the ends.
 
     In micro-batches: the rows of a step's first part that the step before updates, and those of its last part that the first
     part of the next step needs.
@@ -124,21 +124,21 @@ def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Seq
 
 
 def requests(ids: list[Ids], order: RowOrder) -> NDArray[np.int64]:
-    """Rows that each rank (first dimension) requests from each owner, whose rows are a block of ``order``."""
+    """Return the rows that each rank (first dimension) requests from each owner, whose rows are a block of ``order``."""
     block = -(-order.rows // len(ids))
     positions = [order.positions(torch.from_numpy(own)).numpy() for own in ids]
     return np.array([np.bincount(own // block, minlength=len(ids)) for own in positions])
 
 
 def _cut(drawn: tuple[Ids, Ids], count: int) -> list[Ids]:
-    """The unique ids of each micro-batch."""
+    """Return the unique ids of each micro-batch."""
     ids, lengths = drawn
     batch = Batch(_features(torch.from_numpy(ids), torch.from_numpy(lengths)))
     return [np.unique(part.features.values().numpy()) for part in batch.in_micro_batches(count)]
 
 
 def _waited_in_micro_batches(steps: list[list[list[Ids]]], everyones: list[Ids], order: RowOrder) -> NDArray[np.float64]:
-    """Rows and gradients that must be waited for: ``steps[step][rank][part]`` are ids, ``everyones[step]`` all of a step."""
+    """Return rows and gradients to wait for: ``steps[step][rank][part]`` are ids, ``everyones[step]`` all ids of a step."""
     waited = np.zeros(2)
     for before, parts, after in zip(everyones, steps[1:], steps[2:]):
         next_firsts = np.unique(np.concatenate([of_rank[0] for of_rank in after]))
@@ -148,7 +148,7 @@ def _waited_in_micro_batches(steps: list[list[list[Ids]]], everyones: list[Ids],
 
 
 def _transferred(ids: list[Ids], order: RowOrder) -> NDArray[np.float64]:
-    """Rows that ranks fetch from others: of all together, and over the busiest link, whose two directions are apart."""
+    """Return the rows that ranks fetch from others: of all together, and over one direction of the busiest link."""
     owners = requests(ids, order)
     np.fill_diagonal(owners, 0)
     return np.array([owners.sum(), max(owners.sum(axis=0).max(), owners.sum(axis=1).max())], dtype=float)

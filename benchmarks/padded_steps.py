@@ -2,11 +2,11 @@
 
 ``python benchmarks/padded_steps.py --data ml-1m.seqs.npz``
 
-The model is that of ``examples/sasrec.py``, on two gloo ranks of one core each. Histories are as long as those of the data set,
-cut to ``--max-length``, and of random items. Variants take turns: a round fits each of them anew on the same samples. The
-figure of a round is the mean step after the first ones, in which "freescale" finds out that batches are padded; the speed-up is
-the mean step under "ddp" over it. The prediction is that of ``freescale balance simulate`` for the model's multiply-adds, of
-the compute alone.
+The model is that of ``examples/sasrec.py``, on two gloo ranks of one core each. Histories have the lengths of the data set, cut
+to ``--max-length``, and random items. Variants take turns: a round fits each of them anew on the same samples. The figure of a
+round is the mean step after the first ones, in which "freescale" detects that batches are padded. The speed-up is the mean step
+under "ddp" over this figure. The prediction is that of ``freescale balance simulate`` for the model's multiply-adds, which
+covers the compute alone.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ class Histories(Dataset[dict[str, Any]]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Items, and what follows each."""
+        """Return items, and the item that follows each."""
         items = np.random.default_rng(index).integers(0, self.items, self.lengths[index] + 1)
         return {"item": items[:-1], "target": items[1:]}
 
 
 class Timed(SASRec):
-    """Notes when each step begins."""
+    """Records the start of each step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self.began = [*getattr(self, "began", []), time.perf_counter()]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 def _rounds(lengths: Any, options: Any) -> list[list[float]]:

@@ -1,10 +1,10 @@
-"""What the peer transport's Python costs beside the copies that it asks for. Needs no GPU.
+"""Cost of the peer transport's Python code beside the copies that it starts. Needs no GPU.
 
-Runs whole transfers with the real ``CudaDriver`` over stand-ins for the module ``cuda.bindings.driver`` and for torch's streams
-and events, whose calls return at once. So it counts the package's own Python: neither what cuda-bindings, torch's events and
-the driver take, nor the polling while the GPU is at work. Figures are processor time of the process, the least of some runs.
-``python benchmarks/peer_cost.py --require "8_ranks_share_of_a_tenth<=1"`` demands what should hold: a chunk's Python takes
-at most a tenth of the time in which it is copied.
+The benchmark runs whole transfers with the real ``CudaDriver``. Stand-ins for the module ``cuda.bindings.driver`` and for
+torch's streams and events return at once. It therefore counts the Python code of the package alone, without cuda-bindings,
+torch's events, the driver, and polling while the GPU works. Figures are processor time of the process, the minimum over some
+runs. ``python benchmarks/peer_cost.py --require "8_ranks_share_of_a_tenth<=1"`` checks the goal: the Python code of a chunk
+takes at most a tenth of the time of its copy.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--peer-bytes", type=int, default=PEER_BYTES, help="memory for chunks (default: the lane's)")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of a transfer (default: 200)")
-    parser.add_argument("--runs", type=int, default=15, help="of which the least counts (default: 15)")
+    parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest counts (default: 15)")
     parser.add_argument("--gigabytes-per-second", type=float, default=400.0, help="of a GPU's NVLinks (default: 400)")
     options = parser.parse_args()
     torch.cuda.device = lambda device: nullcontext()
@@ -118,8 +118,8 @@ def main() -> None:
 
 
 def _cost(size: int, chunk: int, rounds: int, runs: int) -> tuple[float, int]:
-    """Return the seconds of a transfer of so many full rounds, own part included, and the driver calls it takes."""
-    # nobody touches what is only addresses here: parts of a byte that seem long, and one buffer for all ranks
+    """Return the seconds of a transfer of this many full rounds, including the own part, and its number of driver calls."""
+    # these are only addresses: parts of a byte that seem long, and one buffer for all ranks
     outgoing, incoming = (torch.empty(1, dtype=torch.uint8).expand(rounds * chunk) for _ in range(2))
     transfer = Transfer("all_to_all", [outgoing] * size, [incoming] * size, 0, _DEVICE, timedelta(0), 0)
     buffers = [torch.empty(SymmetricBuffer.size_bytes(size, chunk), dtype=torch.uint8)] * size

@@ -1,4 +1,4 @@
-"""The published code of others, as ``fetch_peers.py`` has put it into a folder: each shares samples out among ranks.
+"""Published assignment methods of other packages, from a folder that ``fetch_peers.py`` creates.
 
 Each takes history lengths and costs as lists of whole numbers, and the number of ranks, and returns the samples of each rank.
 """
@@ -28,10 +28,10 @@ _NOT_NEEDED = {
 
 
 def load_peers(folder: Path) -> dict[str, Peer]:
-    """Those in ``folder`` by name.
+    """Return the methods in ``folder`` by name.
 
-    ``verl`` and ``nvidia`` are multiway largest differencing (Karmarkar and Karp 1982) at equal counts, in Python and, where
-    it could be compiled, in C++; ``nvidia_free`` is the latter at any counts. ``hf`` is the grouping of
+    ``verl`` and ``nvidia`` are multiway largest differencing (Karmarkar and Karp 1982) at equal counts, in Python and, if it
+    could be compiled, in C++; ``nvidia_free`` is the latter at any counts. ``hf`` is the grouping of
     ``train_sampling_strategy="batch_rebalance"``, made for padded batches: contiguous groups of the samples sorted by length.
     """
     verl, nvidia, sampler = _verl(folder / _VERL), _nvidia(folder / _NVIDIA), _transformers(folder / "site")
@@ -52,7 +52,7 @@ def load_peers(folder: Path) -> dict[str, Peer]:
 
 
 def rank_of_sample(parts: Sequence[Sequence[int]], samples: int) -> NDArray[np.int64]:
-    """A peer's result as a plan, shape ``[samples]``; ValueError if a sample is in none or in several."""
+    """Return a method's result as a plan, shape ``[samples]``; raise ValueError if a sample is in none or in several."""
     if sorted(sample for part in parts for sample in part) != list(range(samples)):
         raise ValueError(f"a peer's parts are no partition of {samples} samples: {parts!r:.200}")
     plan = np.empty(samples, dtype=np.int64)

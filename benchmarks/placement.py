@@ -1,8 +1,8 @@
-"""How evenly the owners of a table are asked for its rows, where the catalogue is sorted by popularity: counted, not timed.
+"""Distribution of requests over the owners of a table whose catalogue is sorted by popularity: counted, not timed.
 
 Batches are those of the overlap benchmark's production workload, but item 0 is the most popular one, 1 the next, and so on. The
-load of an owner is the rows that all ranks request from it in a step; an imbalance is the largest load over the mean one, and
-the mean over steps is reported.
+load of an owner is the number of rows that all ranks request from it in a step. An imbalance is the largest load over the mean
+load. The figures are means over steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _loads(steps: list[list[overlap_workload.Ids]], order: RowOrder) -> np.ndarray:
-    """Rows that all ranks request from each owner: shape ``[steps, ranks]``."""
+    """Return the rows that all ranks request from each owner, shape ``[steps, ranks]``."""
     return np.array([overlap_workload.requests(ids, order).sum(axis=0) for ids in steps])
 
 

@@ -1,7 +1,7 @@
-"""How long a step waits for its plan when plans are made in a thread, and when they are not.
+"""Wait of a step for its plan, with and without a thread that makes plans ahead.
 
-The step stands for a device's: the host starts it and waits for it to end (a sleep). What is timed is the host's wait for the
-next batch's index list, with the data set's own reading left out.
+A step is a sleep, as if the host started a device and waited for it. The benchmark measures the host's wait for the index list
+of the next batch, without reading the data set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _waits(plan: Callable[[int], object], seconds: float, steps: int) -> list[float]:
-    """Milliseconds that every step but the first waits for its plan."""
+    """Return the milliseconds that each step but the first waits for its plan."""
     waits = []
     for step in range(steps):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""A training run with planted causes of bubbles, each of which can be left out; ``what_if.py`` and ``verdicts.py`` profile it.
+"""A training run with planted causes of bubbles, each optional; ``what_if.py`` and ``verdicts.py`` profile it.
 
-Runs under ``netlab.py``, a rank on every host. Compute is a sleep, a third of it in forward. Every sample has as many ids as
-any other, so what its compute takes and what it exchanges are planted apart.
+It runs under ``netlab.py`` with one rank on each host. Compute is a sleep, a third of it in forward. All samples have the same
+number of ids, so compute and exchange are independent.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ TOKENS = 200
 
 @dataclass(frozen=True)
 class Planted:
-    """What every step of a run is made of.
+    """The properties of all steps of a run.
 
     Attributes:
         compute: seconds of a mean step.
         spread: sigma of the logarithm of samples' costs; 0 for equal ones.
-        even: every rank has the mean cost of the ranks' samples instead.
-        slow: how many times as long rank 1 computes.
-        loader: seconds in which a batch is read.
-        workers: of the loader, which read beside compute.
+        even: True if each rank has the mean cost of the ranks' samples instead.
+        slow: factor of the compute of rank 1.
+        loader: seconds to read a batch.
+        workers: workers of the loader, which read beside compute.
         host: seconds in a hook.
-        ids: of a sample, whose rows are exchanged; under "ddp" there is no table.
+        ids: ids of a sample, whose rows are exchanged; under "ddp" there is no table.
         dense_kib: size of the dense gradients.
     """
 
@@ -65,7 +65,7 @@ class Planted:
 
 
 class Samples(Dataset[tuple[Tensor, float]]):
-    """Each sample its ids and its cost, 1 on average."""
+    """The ids and the cost of each sample; the mean cost is 1."""
 
     def __init__(self, planted: Planted, steps: int, world: int) -> None:
         random, count = np.random.default_rng(3), steps * world * BATCH
@@ -108,7 +108,7 @@ class _Compute(torch.autograd.Function):
 
 
 class Sleeper(L.LightningModule):
-    """A table of items where it is sharded, dense weights, and compute that sleeps."""
+    """A table of items if it is sharded, dense weights, and compute that sleeps."""
 
     def __init__(self, planted: Planted, has_table: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Sleeper(L.LightningModule):
         time.sleep(self.planted.host)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Look up, compute."""
+        """Look up and compute."""
         slow = self.planted.slow if self.global_rank == 1 else 1.0
         rows = self.items(batch["item"])["item"].values() if hasattr(self, "items") else torch.ones(1, DIM, requires_grad=True)
         rows = rows + self.dense.mean()  # before all compute: its gradient comes last, when nothing is left to hide it
@@ -131,13 +131,13 @@ class Sleeper(L.LightningModule):
         return rows.square().mean()
 
     def configure_optimizers(self) -> Any:
-        """Row-wise Adagrad for the table; the dense weights stay as they are."""
+        """Return row-wise Adagrad for the table; the dense weights stay unchanged."""
         table = self.items.parameters() if hasattr(self, "items") else [self.dense]
         return RowWiseAdagrad(table, lr=0.1)
 
 
 def profile(setting: str, planted: Planted, steps: int) -> dict[str, Any]:
-    """Train on all ranks of the process group, which the first call makes; return the report's document on rank 0."""
+    """Train on all ranks of the process group, which the first call creates; return the report's document on rank 0."""
     world = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     samples = Samples(planted, steps + WARMUP, world)
@@ -159,7 +159,7 @@ def profile(setting: str, planted: Planted, steps: int) -> dict[str, Any]:
 
 
 def be_quiet() -> None:
-    """Lightning's notices of every fit."""
+    """Suppress Lightning's notices of each fit."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -167,6 +167,6 @@ def be_quiet() -> None:
 
 
 def as_row(planted: Planted) -> dict[str, Any]:
-    """Return what is not as usual."""
+    """Return the fields that differ from the defaults."""
     usual = asdict(Planted())
     return {name: value for name, value in asdict(planted).items() if value != usual[name]}

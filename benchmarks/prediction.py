@@ -1,7 +1,7 @@
-"""How far predictions from lengths are from what the sampler's epochs come to, and how long ``simulate`` takes.
+"""Difference between predictions from lengths and the epochs of the sampler, and the duration of ``simulate``.
 
-A prediction draws a few steps and plans some of them, as ``simulate`` does. It is held against the mean over whole epochs that
-were drawn with another seed.
+A prediction draws a few steps and plans some of them, as ``simulate`` does. It is compared with the mean over whole epochs that
+are drawn with another seed.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _simulate_seconds(lengths: np.ndarray, batch_size: int) -> float:
         np.save(path, lengths)
         asked = ["--lengths", path, "--ranks", SIMULATED_RANKS, "--batch-size", batch_size, "--dim", 256]
         command = [sys.executable, "-c", SIMULATE, "simulate", *map(str, asked)]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return float(told.splitlines()[-1])
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return float(printed.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the bubble profiler costs: the same run with and without it, in turns.
+"""Overhead of the bubble profiler: the same run with and without it, in turns.
 
-Each rank sleeps 100 ms a step as compute, exchanges a few small tensors as TorchRec does, and reduces its gradients. A round
-is a run: its mean step over whole windows of the profiler, exchange of records included. The overhead is the median over the
-rounds of with / mean of the two without beside it - 1, the floor that of one without over the next. CPU time is of the process.
-The profiler's own figure is what it prints itself.
+Each rank sleeps 100 ms a step as compute, exchanges a few small tensors as TorchRec does, and reduces its gradients. The figure
+of a round is its mean step over whole windows of the profiler, including the exchange of records. The overhead is the median
+over the rounds of with / mean of the neighbouring two without - 1, and the floor that of one without over the next. CPU time is
+that of the process. The profiler's own figure is the one that it prints.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Sleeper(L.LightningModule):
         self.layer, self.exchanges = nn.Linear(4, 1), exchanges
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Exchanges and a sleep."""
+        """Exchange and sleep."""
         rows = torch.zeros(64 * dist.get_world_size())
         for _ in range(self.exchanges):
             dist.all_to_all_single(torch.empty_like(rows), rows)
@@ -81,18 +81,18 @@ class Sleeper(L.LightningModule):
         return self.layer(batch).sum()
 
     def configure_optimizers(self) -> Any:
-        """Any."""
+        """Return an optimizer."""
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class Times(L.Callback):
-    """When each step ended."""
+    """Records the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """After the profiler, which comes first."""
+        """Record the time after the profiler, which comes first."""
         self.ends.append((time.perf_counter(), time.process_time()))
 
 

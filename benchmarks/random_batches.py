@@ -1,4 +1,4 @@
-"""The batches of a random case, whole or cut into micro-batches."""
+"""Batches of a random case, whole or cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def loader(case: Case, rank: int, salt: int = 0, micro_batches: int = 1, batches
     draw = torch.Generator().manual_seed(7 * case.seed + 1009 * rank + salt)
 
     def of_samples(bags: int) -> Tensor:
-        """Every bag is that of a sample: else its rows would have a gradient of zero, by which Adam moves them."""
+        """Make each bag that of a sample; otherwise its rows would have a gradient of zero, by which Adam moves them."""
         more = torch.randint(0, bags, (SAMPLES - bags,), generator=draw)
         return torch.cat([torch.arange(bags), more])[torch.randperm(SAMPLES, generator=draw)]
 

@@ -1,4 +1,4 @@
-"""Random models, data, optimizers and Trainer options, all small: for :mod:`random_parity`, drawn by :mod:`random_draws`."""
+"""Random small models, data, optimizers and Trainer options: for :mod:`random_parity`, drawn by :mod:`random_draws`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Part:
-    """One collection, or one plain ``nn.Embedding``, and what a step looks up in it.
+    """One collection, or one plain ``nn.Embedding``, and its lookups in a step.
 
     Attributes:
-        rows: of each table; an ``nn.Embedding`` has one.
-        features: of each table.
+        rows: rows of each table; an ``nn.Embedding`` has one table.
+        features: features of each table.
         dim: width of a row.
-        plain: whether it is an ``nn.Embedding``.
-        lookups: how often a step looks it up, at most.
-        ids: where the ids come from: ``"batch"``, ``"computed"`` or ``"drawn"`` in the step.
-        when: in which steps and on which ranks all lookups are made: ``"always"``, ``"some steps"``, ``"some ranks"``.
-        bags: of each table how its bags are pooled, ``"sum"``, ``"mean"`` or ``"weighted"``; empty for sequences.
-        wide: of each table of bags whether its rows are twice as wide.
-        shared: whether the second table looks up the first feature of the first table.
-        weights: of ids: ``""``, ``"ignored"`` by a collection that has none, or ``"learned"``: those of a parameter.
+        plain: True for an ``nn.Embedding``.
+        lookups: the largest number of lookups in a step.
+        ids: source of the ids: ``"batch"``, ``"computed"`` or ``"drawn"`` in the step.
+        when: steps and ranks in which all lookups are made: ``"always"``, ``"some steps"``, ``"some ranks"``.
+        bags: pooling of each table of bags, ``"sum"``, ``"mean"`` or ``"weighted"``; empty for sequences.
+        wide: for each table of bags, True if its rows are twice as wide.
+        shared: True if the second table looks up the first feature of the first table.
+        weights: weights of ids: ``""``, ``"ignored"`` by an unweighted collection, or ``"learned"``: those of a parameter.
         batches: ``""``, ``"inverse"`` with inverse indices, or ``"variable"``: with them, and another size for each feature.
-        int32: whether ids have 32 bits.
-        permuted: whether a lookup has its features in another order, with one that no table has.
-        sharding: of each table the type that a plan gives it if possible, see :meth:`Case.shards`; empty without a plan.
-        data_type: of the weights.
+        int32: True if ids have 32 bits.
+        permuted: True if a lookup has its features in another order, with one that no table has.
+        sharding: type of each table in the plan if possible, see :meth:`Case.shards`; empty without a plan.
+        data_type: data type of the weights.
     """
 
     rows: tuple[int, ...]
@@ -57,7 +57,7 @@ class Part:
 
     @property
     def ranges(self) -> dict[str, int]:
-        """How many different ids each feature may have."""
+        """The number of different ids of each feature."""
         ranges: dict[str, int] = {}
         for names, rows in zip(self.names, self.rows):
             ranges |= {name: min(rows, ranges.get(name, rows)) for name in names}
@@ -65,12 +65,12 @@ class Part:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Width of the rows of each table."""
+        """The width of the rows of each table."""
         return tuple(self.dim * (1 + wide) for wide in self.wide or (False,) * len(self.rows))
 
     @property
     def width(self) -> int:
-        """Numbers that a lookup returns for a sample."""
+        """The number of values that a lookup returns for a sample."""
         if not self.bags:
             return self.dim
         return sum(dim * count for dim, count in zip(self.dims, self.features))
@@ -78,7 +78,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how; see :func:`random_draws.random_case`."""
+    """A training; see :func:`random_draws.random_case`."""
 
     seed: int
     ranks: int

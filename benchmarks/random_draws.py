@@ -1,4 +1,4 @@
-"""The case of a seed, and what it has drawn: for :mod:`random_parity`."""
+"""The case of a seed and a description of it: for :mod:`random_parity`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_case(seed: int) -> Case:
 
     def clip() -> str:
         drawn = pick(["none", "none", "norm", "value"])
-        pick(range(4))  # for an option that is gone: what a seed has drawn after it stays
+        pick(range(4))  # for a removed option: later draws of a seed stay the same
         return drawn
 
     case = Case(
@@ -103,7 +103,7 @@ def _further(case: Case) -> Case:
 
 
 def drawn(case: Case) -> list[str]:
-    """Return the names of what a case has of all this."""
+    """Return the names of the properties of a case."""
 
     def some(what: Callable[[Part], bool]) -> bool:
         return any(what(part) for part in case.parts)

@@ -1,4 +1,4 @@
-"""Fits of a random case in each way that is compared, and where they depart from each other."""
+"""Fits of a random case with each compared strategy, and the differences between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_freescale.embeddings.plain_embedding import as_collection
 
 @dataclass
 class Outcome:
-    """What a fit leaves behind on one rank: its error, or losses, predictions by batch and, whole on rank 0, weights."""
+    """The result of a fit on one rank: its error, or losses, predictions by batch and, whole on rank 0, weights."""
 
     error: str = ""
     steps: int = 0
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run_case(case: Case) -> dict[str, Outcome]:
-    """Train on the ranks of ``run_distributed``, in each way that is compared."""
+    """Train with each compared strategy on the ranks of ``run_distributed``."""
     plain = [f"parts.{index}" for index, part in enumerate(case.parts) if part.plain]
     options: dict[str, Any] = {"find_unused_parameters": True, "shard": plain or None, "split_backward": case.split_backward}
     options["plan"] = _plan(case)
@@ -112,10 +112,10 @@ def _fit(case: Case, strategy: Any) -> Outcome:
 
 
 def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[str]:
-    """Return where what ranks have left behind departs from ``"ddp"``; a refusal before the first step is none.
+    """Return the differences from ``"ddp"``; a refusal before the first step is none.
 
     Args:
-        ranks: what :func:`run_case` has returned on each.
+        ranks: results of :func:`run_case` on each rank.
         tolerance: of losses, and of weights relative to the largest of a tensor.
     """
     found = []
@@ -140,7 +140,7 @@ def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[st
 
 
 def _largest_difference(theirs: Sequence[float], mine: Sequence[float]) -> float:
-    """Return the largest relative difference, infinite where a number is missing or is none."""
+    """Return the largest relative difference; infinite if a number is missing or NaN."""
     off = [abs(a - b) / max(abs(a), 1e-2) for a, b in zip_longest(theirs, mine, fillvalue=math.nan)]
     return max((math.inf if math.isnan(each) else each for each in off), default=0.0)
 

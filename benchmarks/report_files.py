@@ -1,8 +1,8 @@
-"""How long rank 0 takes to write the files of a long run on many ranks when it ends.
+"""Time that rank 0 needs at the end to write the files of a long run on many ranks.
 
-The records are made up: every rank waits for data, computes in three stages and waits in six exchanges, at lengths drawn
-anew in each of a few steps, which come again and again under other numbers until the run is full. What is timed is what follows
-the last exchange of records: the report with its replays, report.json, report.html and trace.json.
+The records are synthetic: each rank waits for data, computes in three stages and waits in six exchanges. The durations are
+drawn for a few steps, which repeat under other numbers until the run is full. The benchmark times the work after the last
+exchange of records: the report with its replays, report.json, report.html and trace.json.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def main() -> None:
         files.write(new_report, traced)
         figures["seconds"] = time.perf_counter() - began
         figures |= {f"{name}_mb": path.stat().st_size / 1e6 for name, path in files.items()}
-    print(f"{options.ranks} ranks x {options.steps} steps: all files {figures['seconds']:.2f} s, of which")
+    print(f"{options.ranks} ranks x {options.steps} steps: all files {figures['seconds']:.2f} s, including")
     print(f"the report itself {figures['report_s']:.2f} s; " + ", ".join(f"{p} {figures[f'{p}_mb']:.1f} MB" for p in files))
     harness.finish(figures, options)
 
 
 def draw_steps(steps: int, ranks: int) -> list[list[ResolvedStep]]:
-    """Steps of every rank, on one clock, without a gap between them."""
+    """Return steps of each rank, on one clock, without a gap between them."""
     random = np.random.default_rng(0)
     now, drawn = np.zeros(ranks), []
     for index in range(steps):
@@ -89,7 +89,7 @@ def _step_of(rank: int, index: int, began: np.ndarray, ended: np.ndarray, spans:
 
 
 def fill_history(drawn: list[list[ResolvedStep]], steps: int) -> History:
-    """The drawn steps as a history of ``steps``, with what every rank worked on."""
+    """Return the drawn steps as a history of ``steps``, with the samples of each rank."""
     ranks = len(drawn[0])
     windows = _windows_of(drawn)
     run = RunInfo(label="made up", model="Model", parameters=10**6, world_size=ranks)

@@ -1,11 +1,11 @@
-"""Whether the simulator predicts the steps that the ladder has measured, on netlab at 2, 4 and 8 ranks.
+"""Accuracy of the simulator for the steps that the ladder has measured on netlab at 2, 4 and 8 ranks.
 
 ``python benchmarks/simulator_netlab.py benchmarks/results/ladder_2.json ... --data ml-1m.seqs.npz``
 
-The samples of every step are those of the ladder, drawn and assigned anew; compute is what their cost model says, rows are as
-popular as they were drawn, and links are as fast as they were made, less 0.7 % of headers. Calibrated at the smallest number
-of ranks, and there alone, are the host's work, by the floor, and the latency of an exchange, by plain's step. All else is
-predicted: ``..._off`` is predicted over measured, less 1, and ``..._bubble_points`` how many points the bubble is off.
+The samples of each step are those of the ladder, drawn and assigned again. Compute follows from their cost model, the
+popularity of rows from their distribution, and the rate of a link from netlab, less 0.7 % of headers. Host work is calibrated
+with the floor, and the latency of an exchange with plain's step, both at the smallest number of ranks only. All else is
+predicted: ``..._off`` is predicted over measured, less 1, and ``..._bubble_points`` the difference of the bubble in points.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEADERS = 0.993
 
 
 def main() -> None:
-    """Every file, the fewest ranks first."""
+    """Predict the runs of all files, the fewest ranks first."""
     arguments = harness.parser(__doc__)
     arguments.add_argument("results", type=Path, nargs="+", help="as benchmarks/ladder.py --json writes them")
     arguments.add_argument("--data", type=Path, help="the ladder's lengths, where they are not those of ml-latest-small")
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class _Run:
-    """A ladder that was climbed: its figures, and its samples once more."""
+    """A run of the ladder: its figures, and its samples drawn again."""
 
     def __init__(self, path: Path, data: Path | None) -> None:
         result = json.loads(path.read_text())
@@ -82,7 +82,7 @@ class _Run:
         self._lengths, self._cost = ladder_fits.drawn_lengths(self._kind, self._options)
 
     def calibrated(self) -> tuple[float, float]:
-        """Host work and latency, seconds."""
+        """Return host work and latency in seconds."""
         host = self.measured["floor_lost_ms"] / 1e3
         low, high = 0.0, 0.1
         for _ in range(30):
@@ -92,7 +92,7 @@ class _Run:
         return host, latency
 
     def predict(self, rung: str, host: float, latency: float) -> tuple[float, float]:
-        """Seconds of a step, and the bubble."""
+        """Return the seconds of a step, and the bubble."""
         techniques, load = RUNGS[rung], self._load(host)
         speed = next(factor for unit, factor in _RATES.items() if self._rate.endswith(unit))
         bandwidth = _HEADERS * float(self._rate.removesuffix("mbit").removesuffix("gbit").removesuffix("kbit")) * speed
@@ -106,7 +106,7 @@ class _Run:
         return float(wall.mean()), bubble(wall, useful)
 
     def _steps(self, balanced: bool) -> Iterator[Floats]:
-        """Of every round, sums of 1, L and L² over each rank's samples, shape ``[steps, ranks, 3]``."""
+        """Return sums of 1, L and L² over each rank's samples in each round, shape ``[steps, ranks, 3]``."""
         for number in range(self._options.rounds):
             sampler = BalancedSampler(
                 self._cost(self._lengths), self._kind.batch, num_replicas=self.ranks, rank=0, seed=number, balance=balanced,

@@ -1,22 +1,22 @@
-"""What the simulator says of published runs on many GPUs, beside what was published. Everything of ours here is predicted.
+"""Predictions of the simulator for published runs on many GPUs. All figures of this package here are predicted.
 
 ``python benchmarks/simulator_published.py``
 
-nvidia    recsys-examples (commit 43465ae, PERF_ANALYSIS.md, E2E_BENCHMARK.md): HSTU of 8 layers of width 1024 on 16 H100. Of a
-          profiled step of 187 ms, with 4,099 items in each history, it tells which share is what. Compute and host work come
-          from there; the exchange is predicted, and so is the throughput on lengths of Zipf(1.2) up to 4,096, as drawn and
-          with its balancer, which puts 1.53 times as much through.
-nestpipe  arXiv 2604.06956, from notes on it: HSTU on 128 and 1,536 NPUs. From one to the other lookup's share of the step rises
-          from 24.4 % to 49.6 %, as it would if the owner of the most popular item held all others up: that tells how popular it
-          is. What a row takes is chosen so that communication has the 9.2 % of the step on 128 that it has there; its share on
-          1,536 is predicted, where 20.5 % were published.
+nvidia    recsys-examples (commit 43465ae, PERF_ANALYSIS.md, E2E_BENCHMARK.md): HSTU of 8 layers of width 1024 on 16 H100. A
+          profile gives the shares of a step of 187 ms with 4,099 items in each history. Compute and host work come from it.
+          The exchange is predicted, and so is the throughput on lengths of Zipf(1.2) up to 4,096, as drawn and with its
+          balancer, which reaches 1.53 times the throughput.
+nestpipe  arXiv 2604.06956, from notes on it: HSTU on 128 and 1,536 NPUs. Lookup's share of the step rises from 24.4 % to
+          49.6 %. The popularity of the most popular item is chosen so that waiting for its owner explains the rise. The time of
+          a row is chosen so that communication has the published 9.2 % of the step on 128. The share on 1,536 is predicted;
+          20.5 % were published.
 freescale arXiv 2604.24073, from notes on it: 64 H100, batch 128, histories up to 21,000 items, stragglers idle for 22 % of the
-          time, and 12 % of the rows collide. The spread of the lengths is chosen so that it is 22 %, and what a row takes so
-          that all bubbles are the 28 % that its figures agree on (see below); the reductions are predicted.
+          time, and 12 % of the rows collide. The spread of the lengths is chosen to match the 22 %, and the time of a row to
+          match a bubble of 28 %, on which its figures agree (see below). The reductions are predicted.
 
-The paper's figures contradict each other as they are quoted. 1.15 s that become 0.11 s are 90.4 % less, so they are bubble, not
-step: a step that becomes ten times as short has a bubble of 90 %. With a bubble of 28 % a step of 4.11 s becomes one of 3.07 s,
-1.34 times as fast, and no more than 1 / (1 - 0.28) = 1.39 is possible.
+The quoted figures of the paper contradict each other. A decrease from 1.15 s to 0.11 s is 90.4 %, so it describes the bubble
+and not the step: a step that becomes ten times as short has a bubble of 90 %. With a bubble of 28 %, a step of 4.11 s becomes
+one of 3.07 s, which is 1.34 times as fast, and at most 1 / (1 - 0.28) = 1.39 is possible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLAIN = Techniques(dedup=True)
 
 
 def main() -> None:
-    """All three."""
+    """Predict all three."""
     options = parser(__doc__).parse_args()
     figures = _nvidia() | _nestpipe() | _freescale()
     finish(figures, options)
@@ -81,7 +81,7 @@ def _nvidia() -> dict[str, float]:
 
 
 def _load_of_profile() -> TrainingLoad:
-    """Compute as the profile tells it; what the host does in the rest of the step does not follow from the lengths."""
+    """Return the compute of the profile; the host work in the rest of the step does not follow from the lengths."""
     linear = STEP * (SHARES["gemm"] + SHARES["elementwise"] + SHARES["embedding"]) / BATCH / ITEMS
     quadratic = STEP * SHARES["attention"] / BATCH / ITEMS**2
     known = {name: Quantity(value, "measured", unit="s", source="PERF_ANALYSIS.md") for name, value in (
@@ -92,13 +92,13 @@ def _load_of_profile() -> TrainingLoad:
 
 
 def _flops(sums: Floats) -> float:
-    """Of forward and backward, from sums of L and L²; attention is causal, and its backward computes its scores again."""
+    """Return the FLOPs of both passes from sums of L and L²: causal attention, whose backward recomputes its scores."""
     linear = LAYERS * 3 * 10 * DIM**2
     return float(sums @ np.array([linear, LAYERS * 3.5 * 2 * DIM]))
 
 
 def _throughput(load: TrainingLoad, mode: AssignmentMode | None) -> float:
-    """FLOPS of a GPU, over forty steps on lengths of Zipf(1.2)."""
+    """Return the FLOPS of a GPU over forty steps on lengths of Zipf(1.2)."""
     length = np.arange(1, 4096, dtype=np.float64)
     chance = length**-1.2
     lengths = np.random.default_rng(0).choice(length, 200_000, p=chance / chance.sum())
@@ -112,7 +112,7 @@ def _throughput(load: TrainingLoad, mode: AssignmentMode | None) -> float:
 
 
 def _nestpipe() -> dict[str, float]:
-    """Lookup tells the popularity, communication at 128 what a row takes; communication at 1,536 follows."""
+    """Fit the popularity to lookup and the time of a row to communication at 128, and predict communication at 1,536."""
     rest = {ranks: 1 - lookup - communication for ranks, (lookup, communication) in NESTPIPE.items()}
     seconds = {ranks: 1.7 * lookup / rest[ranks] for ranks, (lookup, _) in NESTPIPE.items()}
     growth = seconds[1536] / seconds[128]
@@ -151,7 +151,7 @@ def _reaches(share_of: Callable[[int, int], float], share: float, row_bytes: int
 
 
 def _communication(load: TrainingLoad, row_bytes: int, ranks: int, lookup: Mapping[int, float]) -> float:
-    """Share of the step in which rows and gradients travel; all ranks look up the same number of items."""
+    """Return the share of the step that sends rows and gradients; all ranks look up the same number of items."""
     load = replace(load, row_bytes=row_bytes)
     traffic = expected_traffic(np.zeros((2, ranks)), np.full((2, ranks), 20_000.0), load, Network(), Techniques())
     moved = float(step_times(traffic, load, Network(), Techniques())[0])
@@ -168,7 +168,7 @@ def _smallest(enough: Callable[[int], bool]) -> int:
 
 
 def _freescale() -> dict[str, float]:
-    """The paper's set-up, as far as it is told: what is left is fitted to two of its figures at 64 ranks."""
+    """Predict the paper's set-up; its unknown parts are fitted to two of its figures at 64 ranks."""
     network = Network(assumed(25e9, 20e9, 25e9, "B/s", "8 x 200 Gb/s per node"), ranks_per_node=8)
     lengths = _lengths_of_stragglers(0.22)
     compute = assumed(2.96, 2.0, 3.5, "s", "4.11 s less 28 %")
@@ -193,14 +193,14 @@ def _freescale() -> dict[str, float]:
             figures |= {f"freescale_{ranks}_{name}_removed_{end}": getattr(each.removed, end) for end in ("low", "high")}
         figures |= {f"freescale_{ranks}_bubble": plain.bubble.value, f"freescale_{ranks}_limit": plain.limit.value}
         figures[f"freescale_{ranks}_claimed"] = claimed
-        gone = " and ".join(f"{of.removed.value:.1%} ({of.removed.low:.1%} - {of.removed.high:.1%})" for of in (theirs, ours))
-        print(f"{ranks:>5} ranks: b {plain.bubble.value:.1%}, gone {gone}, claimed {claimed:.1%}; "
+        shares = " and ".join(f"{of.removed.value:.1%} ({of.removed.low:.1%} - {of.removed.high:.1%})" for of in (theirs, ours))
+        print(f"{ranks:>5} ranks: b {plain.bubble.value:.1%}, removed {shares}, claimed {claimed:.1%}; "
               f"{theirs.speed_up.value:.2f}x and {ours.speed_up.value:.2f}x of at most {plain.limit.value:.2f}x")  # fmt: skip
     return figures
 
 
 def _lengths_of_stragglers(share: float) -> Floats:
-    """Log-normal lengths up to 21,000, so spread that 64 ranks with 128 of them idle for this share of the time."""
+    """Return log-normal lengths up to 21,000 with which 64 ranks of 128 samples idle for this share of the time."""
     low, high = 0.3, 3.0
     for _ in range(25):
         sigma = (low + high) / 2

@@ -1,7 +1,7 @@
-"""Whether a long run keeps its memory: many small steps with overlap and profiler, on gloo processes.
+"""Memory of a long run: many small steps with overlap and profiler, on gloo processes.
 
-Every ``--every`` steps each rank notes what memory it has for itself (RssAnon), threads, open files and Python objects. What a
-thousand steps add is the slope from the second note on; the figures are of the worst rank.
+Every ``--every`` steps, each rank notes its private memory (RssAnon), threads, open files and Python objects. The increase per
+thousand steps is the slope from the second note on. The figures are those of the worst rank.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Histories(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one of them."""
+        """Return a history."""
         return self.items[index, : self.lengths[index]]
 
 
 def collate(samples: list[torch.Tensor]) -> KeyedJaggedTensor:
-    """One feature, whose targets are the items themselves."""
+    """Return one feature, whose targets are the items themselves."""
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int32)
     return KeyedJaggedTensor(keys=["f"], values=torch.cat(samples), lengths=lengths)
 
@@ -75,13 +75,13 @@ class Model(L.LightningModule):
 
 
 class Notes(L.Callback):
-    """Keeps what the process has, every so many steps."""
+    """Records the resources of the process at regular steps."""
 
     def __init__(self, every: int) -> None:
         self.every, self.noted = every, list[list[float]]()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Note it."""
+        """Record the resources."""
         if trainer.global_step % self.every == 0:
             gc.collect()
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

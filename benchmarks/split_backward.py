@@ -1,9 +1,9 @@
-"""How much of a step's compute a split backward leaves for after the rows' gradients, and what the split costs.
+"""Share of a step's compute that a split backward moves behind the rows' gradients, and the cost of the split.
 
-``python benchmarks/split_backward.py``: the HSTU blocks of ``examples/hstu.py``, and attention blocks as SASRec has them, on
-batches of histories as long as ml-latest-small's, one process and thread, on rows that are made up. Backward as it is and split
-take turns. *Share* is what of forward and backward, split, comes after the rows' gradient; *step* is the split step over
-the other; *recording* is forward in the block over forward.
+``python benchmarks/split_backward.py`` runs the HSTU blocks of ``examples/hstu.py`` and attention blocks of SASRec. Batches are
+histories with the lengths of ml-latest-small, in one process and thread, on random rows. Whole and split backward take turns.
+*Share* is the part of forward and backward, split, that comes after the rows' gradient. *Step* is the split step over the whole
+one. *Recording* is forward in the block over forward.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BLOCKS, HEADS, LONGEST = 4, 4, 200
 
 
 class Hstu(nn.Module):
-    """Jagged, with a relative bias of time."""
+    """HSTU blocks: jagged, with a relative bias of time."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(HSTUBlock(dim, HEADS) for _ in range(BLOCKS))
 
     def forward(self, rows: Tensor, lengths: list[int]) -> Tensor:
-        """The mean over what the positions predict."""
+        """Return the mean over the predictions of all positions."""
         jagged = Jagged(lengths, torch.arange(len(rows)) * 60)
         for block in self.blocks:
             rows = block(rows, jagged)
@@ -49,7 +49,7 @@ class Hstu(nn.Module):
 
 
 class Sasrec(nn.Module):
-    """Padded, with softmax attention and a feed-forward layer of the same width."""
+    """SASRec blocks: padded, with softmax attention and a feed-forward layer of the same width."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Sasrec(nn.Module):
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(dim, HEADS, **options) for _ in range(BLOCKS))
 
     def forward(self, rows: Tensor, lengths: list[int]) -> Tensor:
-        """The mean over what the positions predict."""
+        """Return the mean over the predictions of all positions."""
         padded = nn.utils.rnn.pad_sequence(list(rows.split(lengths)), batch_first=True)
         causal = nn.Transformer.generate_square_subsequent_mask(padded.shape[1])
         for block in self.blocks:
@@ -111,7 +111,7 @@ def _measured(make: Callable[[int], nn.Module], options: argparse.Namespace) -> 
 def _step(
     module: nn.Module, values: Tensor, lengths: list[int], split: bool
 ) -> tuple[tuple[float, float, float], list[Tensor]]:
-    """Seconds of forward, of backward until it has come to the rows, and of all of it; and the gradients."""
+    """Return seconds of forward, of backward up to the rows, and of the whole backward; and the gradients."""
     rows = values.clone().requires_grad_()
     came: list[float] = []
     rows.register_post_accumulate_grad_hook(lambda _: came.append(time.perf_counter()))

@@ -1,9 +1,9 @@
-"""What crosses between nodes in a step, in the flat exchange and in two levels: counted in the engine's messages, not timed.
+"""Bytes between nodes in a step, in the flat exchange and in two levels: counted in the engine's messages, not timed.
 
-Real ranks, all on this machine and in nodes by their number alone, train on the batches of the overlap benchmark's production
-workload. Bytes between nodes are the engine's own count, heads of messages included. Those of hot rows, which together make up
-``--hot`` of all accesses, are told from what every owner is asked for by other nodes: an id of 4 bytes, two flags, the row, and
-back its gradient.
+Real ranks on this machine, divided into nodes by their numbers, train on the batches of the overlap benchmark's production
+workload. The engine counts the bytes between nodes, including heads of messages. Hot rows together make up ``--hot`` of all
+accesses. Their bytes follow from the requests of other nodes to each owner: an id of 4 bytes, two flags, the row, and its
+gradient.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _hot_ids(options: Any, ranks: int) -> np.ndarray:
-    """The fewest ids that make up that share of all accesses in these steps."""
+    """Return the fewest ids that make up that share of all accesses in these steps."""
     draw = overlap_workload.production(options.rows, options.batch)
     drawn = np.concatenate([draw(step, rank)[0] for step in range(options.steps) for rank in range(ranks)])
     counts = np.bincount(drawn, minlength=options.rows)
@@ -68,7 +68,7 @@ def _hot_ids(options: Any, ranks: int) -> np.ndarray:
 
 
 def _count(exchange: str, hot: np.ndarray, options: Any) -> tuple[float, float, float]:
-    """Bytes of this rank per step: to other nodes, for hot rows that it owns, and to all ranks."""
+    """Return the bytes of this rank per step: to other nodes, for hot rows that it owns, and to all ranks."""
     rank, each = dist.get_rank(), options.ranks_per_node
     draw = overlap_workload.production(options.rows, options.batch)
     batches = overlap_workload.batches(draw, options.steps, rank)

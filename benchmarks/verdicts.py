@@ -1,7 +1,7 @@
-"""Does the profiler's verdict name what was planted? And nothing where nothing was?
+"""Accuracy of the profiler's verdict: runs with one planted cause each, and runs without any.
 
-``python benchmarks/netlab.py --hosts 4 --rate 50mbit -- python benchmarks/verdicts.py``: runs with one cause of bubbles each,
-under ``strategy="ddp"`` and with the embedding exchange waited for and overlapped.
+``python benchmarks/netlab.py --hosts 4 --rate 50mbit -- python benchmarks/verdicts.py`` trains under ``strategy="ddp"``, with
+TorchRec's embedding exchange and with the overlapped exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_ONE = {
 
 
 def main() -> None:
-    """All ranks."""
+    """Run on all ranks."""
     options = _options()
     leads, right, cases = int(os.environ["RANK"]) == 0, 0, 0
     for setting in options.settings:

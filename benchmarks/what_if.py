@@ -1,11 +1,11 @@
-"""Are the profiler's what-ifs right? Each beside a run in which that cause really is gone.
+"""Accuracy of the profiler's what-ifs: each is compared with a run without that cause.
 
-``python benchmarks/what_if.py --ranks 4``: on hosts of ``netlab.py``, which must be able to run here, trains with a slow
-loader, unequal samples, a slow hook and a slow link all at once, and once more without one of them: batches that are there at
-once, every rank the mean of the samples' costs, no hook, a fast link. Under ``strategy="ddp"``, with the embedding exchange
-waited for and overlapped, and in micro-batches; where the loader alone takes nine tenths of a step; and where ranks wait for a
-loader worker that reads beside compute. ``predicted`` is the what-if of the run with the cause, ``measured`` the time of its
-steps over that of the run without. Runs take turns, medians of ``--rounds``.
+``python benchmarks/what_if.py --ranks 4`` requires that ``netlab.py`` can run on this machine. It trains with a slow loader,
+unequal samples, a slow hook and a slow link together. It then trains without each of them: batches that are ready at once, the
+mean cost of the samples on each rank, no hook, a fast link. It trains under ``strategy="ddp"``, with TorchRec's and with the
+overlapped exchange, and in micro-batches. Two more settings have a loader that takes nine tenths of a step, and a loader worker
+that reads beside compute. ``predicted`` is the what-if of the run with the cause. ``measured`` is the time of its steps over
+that of the run without the cause. Runs take turns, and figures are medians of ``--rounds``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAST = "10gbit"
 
 
 def main() -> None:
-    """Start both labs, or be one of their ranks."""
+    """Start both labs, or run one of their ranks."""
     options = _options()
     if options.rank_of is not None:
         _train(options)
@@ -59,12 +59,12 @@ def _lab(rate: str, file: Path, options: Any) -> None:
 
 
 def _train(options: Any) -> None:
-    """All ranks: every run of this link; rank 0 writes what their reports say."""
+    """Train all runs of this link on all ranks; rank 0 writes the content of their reports."""
     import planted
 
     planted.be_quiet()
     slow_link = os.environ["NETLAB_RATE"] == options.rate
-    told = []
+    lines = []
     for number in range(options.rounds):
         for setting in options.settings or planted.SETTINGS:
             usual = planted.Planted(spread=0.5, loader=0.06, host=0.04, ids=160, dense_kib=128)
@@ -80,21 +80,21 @@ def _train(options: Any) -> None:
             for name, run in runs.items():
                 document = planted.profile(setting, run, options.steps // 2 if "starved" in name else options.steps)
                 if document:
-                    told.append({"setting": setting, "run": name, "round": number, **_told(document)})
-                    print(f"{setting}: {name}: {told[-1]['step_s'] * 1e3:.1f} ms", flush=True)
+                    lines.append({"setting": setting, "run": name, "round": number, **_as_line(document)})
+                    print(f"{setting}: {name}: {lines[-1]['step_s'] * 1e3:.1f} ms", flush=True)
     if int(os.environ["RANK"]) == 0:
-        options.rank_of.write_text(json.dumps(told))
+        options.rank_of.write_text(json.dumps(lines))
 
 
-def _told(document: dict[str, Any]) -> dict[str, Any]:
+def _as_line(document: dict[str, Any]) -> dict[str, Any]:
     cases = {case["name"]: case["speed_up"] for case in document["what_if"]}
     summary = document["summary"]
     return {"step_s": summary["step_s"], "bubble": summary["bubble"], "shares": summary["shares"], "what_if": cases}
 
 
 def _figures(slow: list[dict[str, Any]], fast: list[dict[str, Any]]) -> dict[str, float]:
-    def step(told: list[dict[str, Any]], setting: str, run: str) -> list[float]:
-        return [each["step_s"] for each in told if (each["setting"], each["run"]) == (setting, run)]
+    def step(lines: list[dict[str, Any]], setting: str, run: str) -> list[float]:
+        return [each["step_s"] for each in lines if (each["setting"], each["run"]) == (setting, run)]
 
     def predicted(setting: str, run: str, case: str) -> list[float]:
         return [each["what_if"][case] for each in slow if (each["setting"], each["run"]) == (setting, run)]
@@ -105,9 +105,9 @@ def _figures(slow: list[dict[str, Any]], fast: list[dict[str, Any]]) -> dict[str
         rows = [("as it is", case, case, slow) for case in WITHOUT] + [("as it is", LINK, "as it is", fast)]
         rows += [("behind a worker", case, f"behind a worker: {case}", slow) for case in BEHIND]
         rows.append(("starved", "no data wait", "starved: no data wait", slow))
-        for run, case, other, told in rows:
+        for run, case, other, without in rows:
             foreseen = predicted(setting, run, case)
-            ratios = np.array(step(slow, setting, run)) / step(told, setting, other)
+            ratios = np.array(step(slow, setting, run)) / step(without, setting, other)
             off = float(np.median(foreseen) / np.median(ratios) - 1)
             name = case if run == "as it is" else f"{case}, {run}"
             print(

@@ -1,14 +1,14 @@
-"""What it brings to share the samples of an optimizer step out among its micro-batches; predicted, and measured.
+"""Gain of distributing the samples of an optimizer step over its micro-batches; predicted, and measured.
 
-``python benchmarks/window.py --data gowalla.train.txt.gz`` predicts, for windows of ``--window`` micro-batches of 32 samples
-per rank, what the slowest ranks of the micro-batches take together over what all ranks take on average: each micro-batch as
-drawn, each balanced by itself, and the window's samples shared out first. A sample of length L costs ``--cost``. No plan gets
-below ``bound``: the mean; the samples on one rank after another; the dearest sample with the cheapest others, in its
-micro-batch and in all others.
+``python benchmarks/window.py --data gowalla.train.txt.gz`` predicts windows of ``--window`` micro-batches of 32 samples per
+rank: the time of the slowest ranks of the micro-batches over the mean time of all ranks. It compares each micro-batch as drawn,
+each micro-batch balanced alone, and the samples of the window distributed first. A sample of length L costs ``--cost``. No plan
+is below ``bound``, the largest of three bounds: the mean; the samples on one rank after another; the most expensive sample with
+the cheapest others, in its micro-batch and in all others.
 
 ``python benchmarks/netlab.py --hosts 4 --rate 200mbit -- python benchmarks/window.py --data gowalla.train.txt.gz --measure``
-trains with ``accumulate_grad_batches`` through Lightning instead, a rank on every host, each sample a sleep in proportion to
-its cost, ``--compute-ms`` for a mean micro-batch, and compares the time of optimizer steps with what was predicted of them.
+trains with ``accumulate_grad_batches`` through Lightning instead, with one rank on each host. Each sample is a sleep in
+proportion to its cost, ``--compute-ms`` for a mean micro-batch. The times of optimizer steps are compared with the prediction.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _options() -> Any:
 
 
 def _predicted(costs: Floats, ranks: int, options: Any) -> dict[str, float]:
-    """Sums over all windows, over the mean."""
+    """Return the sums over all windows, over the mean."""
     draw, samples = np.random.RandomState(0), ranks * PER_RANK * options.window
     sums = dict.fromkeys(("drawn", "steps", "window", "bound"), 0.0)
     taken = []
@@ -115,7 +115,7 @@ class Sleeper(L.LightningModule):
         self.began: list[float] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """An optimizer step begins with the first of its micro-batches."""
+        """Record the start of an optimizer step at the first of its micro-batches."""
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.began.append(time.perf_counter())
 
@@ -126,12 +126,12 @@ class Sleeper(L.LightningModule):
         return self.dense(found).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD for all."""
+        """Return SGD for all parameters."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def _measured(costs: Floats, options: Any) -> dict[str, float]:
-    """Seconds of optimizer steps, over those of the mean rank's compute, both ways in turns; and what was predicted of them."""
+    """Return the seconds of optimizer steps over the mean rank's compute, for both methods in turns, and the prediction."""
     world, window = int(os.environ["WORLD_SIZE"]), options.window
     samples = PER_RANK * world * window * (options.steps + SKIPPED)
     chosen = costs[np.random.RandomState(0).choice(len(costs), samples, replace=samples > len(costs))]

@@ -1,8 +1,8 @@
-"""The GPU code in a CUDA library: where it lies, and zeroing what one GPU does not need.
+"""GPU code in a CUDA library: find it, and overwrite the code that one GPU does not need with zeros.
 
-nvcc puts GPU code into the ELF section ``.nv_fatbin`` (``__nv_relfatbin`` where device code is linked apart): one fat binary
-for each source file, each a header and entries. All numbers are little-endian; NVIDIA does not publish the layout, this is what
-the tools that read it agree on.
+nvcc puts GPU code into the ELF section ``.nv_fatbin`` (``__nv_relfatbin`` if device code is linked separately): one fat binary
+for each source file, each with a header and entries. All numbers are little-endian. NVIDIA does not publish the layout; the
+tools that read it agree on this one.
 
 =======  ======  ================================================================
 fat binary, 16 bytes
@@ -20,8 +20,8 @@ at 28    uint32  architecture: 90 for sm_90 and sm_90a
 at 40    uint64  flags: 0x2000 or 0x8000 if the image is compressed, by LZ4 or zstd
 =======  ======  ================================================================
 
-Headers stay, so does everything that points to them; only images become zeros, which compress to nothing. The driver reads the
-image that fits its GPU, so the others are never looked at. A compressed image is kept or zeroed as it is.
+Headers stay, and so do all pointers to them. Only images become zeros, which compress to nothing. The driver reads the image
+that fits its GPU and ignores the others. A compressed image is kept or overwritten as a whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SMALLEST_ENTRY = 64
 
 @dataclass(frozen=True)
 class Image:
-    """An entry's code: its kind, its architecture and the bytes [``start``, ``end``) of the file."""
+    """The code of an entry: its kind, its architecture and the bytes [``start``, ``end``) of the file."""
 
     kind: int
     arch: int
@@ -52,7 +52,7 @@ class Image:
 
 
 def prune(path: Path, arch: int) -> tuple[list[Image], list[Image]]:
-    """Zero all GPU code of a library, in place, that is not machine code for one architecture.
+    """Overwrite all GPU code of a library with zeros, in place, except machine code for one architecture.
 
     Args:
         path: The library. Nothing is written unless all of it is understood.
@@ -62,7 +62,7 @@ def prune(path: Path, arch: int) -> tuple[list[Image], list[Image]]:
         The images that are kept, and those that are zeros now. Both are empty for a library without GPU code.
 
     Raises:
-        ValueError: GPU code is laid out in an unknown way, or a fat binary has no machine code for ``arch``.
+        ValueError: GPU code has an unknown layout, or a fat binary has no machine code for ``arch``.
     """
     with path.open("r+b") as file:
         if not path.stat().st_size:
@@ -82,14 +82,14 @@ def prune(path: Path, arch: int) -> tuple[list[Image], list[Image]]:
 
 
 def fat_binaries(data: mmap.mmap, name: str) -> Iterator[tuple[int, list[Image]]]:
-    """Where each fat binary of a library starts, and its images.
+    """Return the start of each fat binary of a library, and its images.
 
     Args:
         data: The whole file.
-        name: What errors call it.
+        name: The name of the file in errors.
 
     Raises:
-        ValueError: GPU code is laid out in an unknown way.
+        ValueError: GPU code has an unknown layout.
     """
     spans = sorted(_gpu_sections(data))
     for start, end in spans:
@@ -107,7 +107,7 @@ def fat_binaries(data: mmap.mmap, name: str) -> Iterator[tuple[int, list[Image]]
 
 
 def _images(data: mmap.mmap, start: int, end: int, name: str) -> tuple[list[Image], int]:
-    """The images of the fat binary at ``start``, and where it stops."""
+    """Return the images of the fat binary at ``start``, and its end."""
     at = start + len(_START) + 8
     stop = at + struct.unpack_from("<Q", data, start + len(_START))[0] if at <= end else at
     if stop > end:
@@ -131,7 +131,7 @@ def _images(data: mmap.mmap, start: int, end: int, name: str) -> tuple[list[Imag
 
 
 def _gpu_sections(data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """First and last byte, exclusive, of each section with GPU code; none for what is no 64-bit ELF file."""
+    """Return first and last byte, exclusive, of each section with GPU code; an empty list for files other than 64-bit ELF."""
     if data[:6] != b"\x7fELF\x02\x01":
         return
     table = struct.unpack_from("<Q", data, 0x28)[0]
@@ -148,7 +148,7 @@ def _gpu_sections(data: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 
 def _refuse_elsewhere(data: mmap.mmap, spans: list[tuple[int, int]], name: str) -> None:
-    """GPU code outside of the sections would stay as it is, unseen."""
+    """Refuse a library with GPU code outside of the sections, which would stay unchanged."""
     at = 0
     for start, end in [*spans, (len(data), len(data))]:
         if (found := data.find(_START, at, start)) >= 0:

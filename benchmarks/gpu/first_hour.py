@@ -1,26 +1,25 @@
-"""All that the first hour on a GPU should show, by one command: ``python benchmarks/gpu/first_hour.py --out DIR``.
+"""All measurements of one GPU by one command: ``python benchmarks/gpu/first_hour.py --out DIR``.
 
-It stops after 15 minutes (``--limit-minutes``), unpacking included: that is where it is cut off, and not a time that was
-measured. Each part is a process of its own with a limit; what it has found by then counts, and the next part goes on. They run
-in the order of what they are worth to someone who is cut off:
+The command stops after 15 minutes (``--limit-minutes``), including unpacking. Each part is a process with its own limit. If it
+exceeds the limit, its results so far count, and the next part runs. The most important parts run first:
 
-numbers     strategy against plain TorchRec: if the numbers are wrong, the rest means nothing
-two_ranks   transports against gloo, training against ddp, a killed rank: what has a protocol of its own and never ran on a GPU
-host_time   waits and idle time of a step with overlap on, inline and off: they decide what the defaults should be
-contention  what a transfer costs the compute beside it: long, and of consequence for one question alone
-model       the step of the reference model: without a network between ranks it shows costs, not gains
+numbers     strategy against plain TorchRec: all other results depend on correct numbers
+two_ranks   transports against gloo, training against ddp, and a killed rank
+host_time   waits and idle time of a step with overlap, with an inline exchange, and without overlap
+contention  cost of a transfer for the compute beside it; the longest part
+model       the step of the reference model; without a network between ranks it shows costs, and no gains
 
-two_ranks and contention need torch alone. Without a GPU the parts run in small sizes or say what they leave out.
+two_ranks and contention need torch alone. Without a GPU, the parts run with small sizes or list what they skip.
 
-The limits of all parts and of unpacking make more than the 15 minutes together. Where a machine is lent for ten minutes a call,
-two calls with a folder each (a run removes what an earlier one has left) hold them better::
+The limits of all parts and of unpacking exceed 15 minutes together. If a machine is available for ten minutes per call, use two
+calls with different folders, because a run removes the results of an earlier run in its folder::
 
     first_hour.py --parts numbers,two_ranks --limit-minutes 9 --out first
     first_hour.py --parts host_time,contention,model --limit-minutes 9 --out second
 
-DIR/summary.md and DIR/summary.json hold everything that is known, also while a part runs; part_*.json are the parts' own files
-and log.txt is what they print. It exits with 1 if a part failed, ran over its limit, was not run,
-or measured nothing although --site was given.
+DIR/summary.md and DIR/summary.json contain all results, also while a part runs. part_*.json are the files of the parts, and
+log.txt is their output. The exit code is 1 if a part failed, exceeded its limit, did not run, or measured nothing although
+--site was given.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ UNPACKING = 180.0  # seconds that --site may take
 
 
 class Stopped(Exception):  # noqa: N818 (says what happened)
-    """A signal ends this process."""
+    """Raised when a signal ends this process."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -83,7 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", default=",".join(PARTS), metavar="A,B", help=f"the parts to run (default: {','.join(PARTS)})")
     add("--quick", action="store_true", help="small sizes and few repeats")
     add("--site", type=Path, metavar="ARCHIVE", help="packages for the parts, as benchmarks/gpu/pack.py packs them")
-    add("--limit-minutes", type=float, default=15.0, metavar="N", help="when to stop, whatever runs then (default: 15)")
+    add("--limit-minutes", type=float, default=15.0, metavar="N", help="time limit of the whole command (default: 15)")
     options = parser.parse_args(arguments)
     asked = options.parts.split(",")
     if unknown := [name for name in asked if name not in PARTS]:
@@ -97,7 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_parts(summary: Summary, options: argparse.Namespace, scripts: Path, site: Path) -> None:
-    """Unpack to ``site``, which is not there yet, and run the parts; the summary follows."""
+    """Unpack to ``site``, which does not exist yet, and run the parts; keep the summary current."""
     deadline, log = time.monotonic() + 60 * options.limit_minutes, options.out / "log.txt"
     paths = []
     if options.site is not None:

@@ -1,4 +1,4 @@
-"""A script with a limit, of which nothing is left behind."""
+"""A script with a time limit that leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _libc = ctypes.CDLL(None)
 
 
 class Ran(NamedTuple):
-    """How a script ended.
+    """The end of a script.
 
     Attributes:
-        code: its exit code, negative for a signal; None: it ran over its limit and was killed.
-        seconds: that it took.
-        printed: the end of what it printed.
-        stuck: it could not be killed either, and may still use the GPU.
+        code: exit code, negative for a signal; None if it exceeded its limit and was killed.
+        seconds: duration.
+        printed: the end of its output.
+        stuck: True if it could not be killed either; it may still use the GPU.
     """
 
     code: int | None
@@ -38,14 +38,14 @@ class Ran(NamedTuple):
 def run_limited(
     command: Sequence[str], log: Path, limit: float, paths: Sequence[str], each_second: Callable[[], None] = lambda: None
 ) -> Ran:
-    """Run a Python script, and then end every process of its group, whatever happens.
+    """Run a Python script, and then end all processes of its group.
 
     Args:
         command: the script and its arguments.
-        log: file that what it prints is added to.
+        log: file that receives the output.
         limit: seconds.
-        paths: folders that go in front of its PYTHONPATH.
-        each_second: called while it runs.
+        paths: folders to put in front of its PYTHONPATH.
+        each_second: called once per second while the script runs.
     """
     before = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, *before]), "PYTHONUNBUFFERED": "1"}
@@ -74,21 +74,21 @@ def run_limited(
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends, even if that is killed."""
+    """Have the kernel kill this process when its parent ends, even if the parent is killed."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _own_group() -> None:
-    """In the script's process before it starts: a group that can be killed as a whole.
+    """Create a process group before the script starts, so that the group can be killed as a whole.
 
-    Not a session: whoever ends this process and its session would not find it.
+    It is no session, because a program that ends this process and its session would not find it.
     """
     os.setpgid(0, 0)
     die_with_parent()
 
 
 def _ends(process: subprocess.Popen) -> bool:
-    """Whether a process that was killed ends; a driver may hold it inside the kernel, and nobody should wait for that."""
+    """Return True if a killed process ends in time; a driver may hold it inside the kernel."""
     try:
         process.wait(timeout=ENDING)
     except subprocess.TimeoutExpired:
@@ -98,7 +98,7 @@ def _ends(process: subprocess.Popen) -> bool:
 
 
 def _wait(process: subprocess.Popen, deadline: float, each_second: Callable[[], None]) -> int | None:
-    """Its exit code, None past the deadline. It stays a zombie, so that nobody else gets the number of its group."""
+    """Return the exit code, or None past the deadline. The process stays a zombie, so its group's number is not reused."""
     called = time.monotonic()
     while (now := time.monotonic()) < deadline:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,7 +1,7 @@
-"""What a part of the first hour writes: rows as they are measured, skips, failures and figures, in one JSON file.
+"""Results of a part of the first hour: rows, skips, failures and figures, in one JSON file.
 
-A part is a script ``part_X.py --out DIR [--quick]``. It makes one :class:`Report`, and every call that adds something writes
-DIR/part_X.json anew, atomically: whoever is cut off leaves all that had been measured. At its end it calls :meth:`Report.end`.
+A part is a script ``part_X.py --out DIR [--quick]``. It creates one :class:`Report`. Each call that adds a result rewrites
+DIR/part_X.json atomically, so a part that is killed keeps its results. At its end it calls :meth:`Report.end`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MOST = 4000  # characters of an error that are kept, its last ones
 
 
 class Skip(Exception):  # noqa: N818 (nothing went wrong)
-    """Raised inside :meth:`Report.check`: this cannot be done here, and says why."""
+    """Raised inside :meth:`Report.check` if something is not possible here; the message is the reason."""
 
 
 class Report:
-    """What one part has found so far, on disk at every moment.
+    """The results of one part so far, always on disk.
 
     Args:
-        part: the part's name, as in ``part_<name>.py``.
-        out: the folder of the files; it is made if it is not there.
+        part: name of the part, as in ``part_<name>.py``.
+        out: folder of the files; it is created if it does not exist.
 
     Attributes:
-        part: as given.
-        device: the GPU's name, or "CPU".
+        part: name of the part.
+        device: name of the GPU, or "CPU".
     """
 
     def __init__(self, part: str, out: Path) -> None:
@@ -54,9 +54,9 @@ class Report:
         self.write()
 
     def row(self, **cells: Cell) -> None:
-        """Add a line of the table; rows of one part may have different columns.
+        """Add a row of the table; rows of one part may have different columns.
 
-        What is infinite or no number becomes None, as JSON has neither, and the row has failed.
+        Infinity and NaN become None, because JSON has neither, and the row counts as failed.
         """
         odd = {column: cell for column, cell in cells.items() if isinstance(cell, float) and not math.isfinite(cell)}
         self._rows.append({**cells, **dict.fromkeys(odd)})
@@ -66,18 +66,18 @@ class Report:
         self.write()
 
     def skip(self, what: str, why: str) -> None:
-        """Say that something cannot be done here, which is no failure."""
+        """Record that something is not possible here, which is no failure."""
         self._skipped.append({"what": what, "why": why})
         self.write()
 
     def fail(self, what: str, error: BaseException | str) -> None:
-        """Say that a check does not hold, or that it could not be made though it should; the part goes on and ends with 1."""
+        """Record that a check failed or could not run; the part continues and ends with 1."""
         said = error if isinstance(error, str) else "".join(traceback.format_exception(error))
         self._failed.append({"what": what, "error": said.strip()[-_MOST:]})
         self.write()
 
     def figure(self, name: str, value: float) -> None:
-        """A number that ``--require`` of the driver can demand, as ``X.name``; a failure if it is not finite."""
+        """Add a number that ``--require`` of the driver can check, as ``X.name``; a number that is not finite is a failure."""
         if math.isfinite(value):
             self._figures[name] = value
         else:
@@ -86,7 +86,7 @@ class Report:
 
     @contextmanager
     def check(self, what: str) -> Iterator[None]:
-        """What the block raises is a failure, or a skip if it is :class:`Skip`; the part goes on behind the block."""
+        """Record an exception of the block as a failure, or as a skip if it is :class:`Skip`; the part then continues."""
         try:
             yield
         except Skip as reason:
@@ -95,17 +95,17 @@ class Report:
             self.fail(what, error)
 
     def take(self, what: str, said: Iterable[tuple[str, dict]]) -> None:
-        """Enter what another process says: name and arguments of a method of this class. If it fails, ``what`` has failed."""
+        """Apply a message of another process: a method of this class and its arguments. If it fails, ``what`` has failed."""
         with self.check(what):
             for name, arguments in said:
                 getattr(self, name)(**arguments)
 
     def write(self) -> None:
-        """DIR/part_X.json, in one piece or as it was before."""
+        """Write DIR/part_X.json atomically."""
         replace(self._out / f"part_{self.part}.json", json.dumps(self.found(), indent=2, allow_nan=False) + "\n")
 
     def found(self) -> dict[str, object]:
-        """What stands in the JSON file."""
+        """Return the content of the JSON file."""
         return {
             "part": self.part,
             "device": self.device,
@@ -118,7 +118,7 @@ class Report:
         }
 
     def end(self) -> NoReturn:
-        """Write and print DIR/part_X.md; exits with 1 if anything failed, with 0 otherwise."""
+        """Write and print DIR/part_X.md; exit with 1 if anything failed, with 0 otherwise."""
         text = markdown(self.found())
         replace(self._out / f"part_{self.part}.md", text)
         print(text, flush=True)
@@ -126,7 +126,7 @@ class Report:
 
 
 def options(description: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags that every part has: ``out`` and ``quick``."""
+    """Parse the flags that all parts have: ``out`` and ``quick``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of part_X.json and part_X.md")
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
@@ -134,7 +134,7 @@ def options(description: str | None, arguments: Sequence[str] | None = None) -> 
 
 
 def markdown(found: dict) -> str:
-    """A part's JSON as a page of tables; one table for each set of columns, in the order of their first rows."""
+    """Return the JSON of a part as tables in Markdown: one for each set of columns, in the order of their first rows."""
     versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if name not in ("gpu", "machine"))
     lines = [f"## {found['part']}", "", f"{found['device']}; {versions}; commit {found['commit']}"]
     tables: dict[tuple[str, ...], list[dict]] = {}
@@ -150,7 +150,7 @@ def markdown(found: dict) -> str:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one piece: a reader finds the old text or the new one."""
+    """Write a file atomically: a reader finds the old text or the new one."""
     written = path.with_suffix(f"{path.suffix}.{os.getpid()}")
     written.write_text(text)
     os.replace(written, path)
@@ -167,5 +167,5 @@ def _shown(cell: Cell) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The line of a traceback that names the error."""
+    """Return the line of a traceback that names the error."""
     return (text.strip() or "nothing said").splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What is known of the first hour so far, in DIR/summary.md and DIR/summary.json, at every moment."""
+"""Results of the first hour so far, in DIR/summary.md and DIR/summary.json, at any time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAITING, RUNNING, DONE, SKIPPED, FAILED, OVER, CUT, LEFT_OUT = (
     "waiting",
     "running",
     "done",
-    "skipped",  # it ended well and had nothing to measure, and nobody brought packages for it
+    "skipped",  # exit code 0 without measurements, and without packages by --site
     "failed",
     "ran over its limit",
     "cut off",
@@ -23,11 +23,11 @@ WAITING, RUNNING, DONE, SKIPPED, FAILED, OVER, CUT, LEFT_OUT = (
 
 
 class Summary:
-    """The states of the parts, and what they have found.
+    """The states of the parts, and their results.
 
     Args:
-        out: the folder of the parts' files.
-        parts: their names, in the order in which they run.
+        out: folder of the files of the parts.
+        parts: names of the parts, in the order in which they run.
     """
 
     def __init__(self, out: Path, parts: list[str]) -> None:
@@ -39,7 +39,7 @@ class Summary:
 
     @property
     def all_well(self) -> bool:
-        """Whether every part, and what was unpacked for them, ended as it should."""
+        """True if all parts, and the unpacking of their packages, succeeded."""
         states = [*self._states.values(), *([self._site] if self._site else [])]
         return all(each["state"] in (DONE, SKIPPED) for each in states)
 
@@ -49,13 +49,13 @@ class Summary:
         self.write()
 
     def end(self, name: str, ran: Ran) -> None:
-        """Note how a part has ended, with what it printed where it does not say itself what failed."""
+        """Record the end of a part, with its output if the part reports no failure itself."""
         found, why = self._found(name), ""
         if ran.code is None:
             state, why = OVER, f"{'it could not be killed' if ran.stuck else 'killed'} after {ran.seconds:.0f} s"
         elif ran.code == 0 and found is not None and not found["failed"]:
             state = DONE if found["rows"] else SKIPPED
-            if state == SKIPPED and self._site is not None:  # whoever brings packages wants what needs them
+            if state == SKIPPED and self._site is not None:  # with --site, the part must measure
                 state, why = (
                     FAILED,
                     "nothing was measured, although packages were given by --site: see what it skipped",
@@ -65,26 +65,26 @@ class Summary:
             why = "" if found is not None and found["failed"] else f"exit code {ran.code}; it printed: {ran.printed}"
         self._states[name] = {"state": state, "seconds": ran.seconds, "why": why}
         for left in self._out.glob(f"part_{name}.*"):
-            if left.suffix != ".json":  # its page is in the summary: whoever carries the files off should have few
+            if left.suffix != ".json":  # the summary contains its page, so fewer files remain
                 left.unlink()
         self.write()
 
     def site(self, ran: Ran) -> None:
-        """Note how the packages were unpacked."""
+        """Record the result of unpacking the packages."""
         if ran.code == 0:
             self._site = {"state": DONE, "seconds": ran.seconds, "why": ""}
         else:
-            told = "over its limit" if ran.code is None else f"exit code {ran.code}"
-            self._site = {"state": FAILED, "seconds": ran.seconds, "why": f"{told}; it printed: {ran.printed}"}
+            end = "over its limit" if ran.code is None else f"exit code {ran.code}"
+            self._site = {"state": FAILED, "seconds": ran.seconds, "why": f"{end}; it printed: {ran.printed}"}
         self.write()
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note that a part is not run."""
+        """Record that a part does not run."""
         self._states[name] |= {"state": LEFT_OUT, "why": why}
         self.write()
 
     def cut_off(self, why: str) -> None:
-        """Note that nothing more is run."""
+        """Record that no more parts run."""
         for name, about in self._states.items():
             if about["state"] == RUNNING:
                 self._states[name] = {"state": CUT, "seconds": time.monotonic() - about["begun"], "why": why}
@@ -93,7 +93,7 @@ class Summary:
         self.write()
 
     def write(self) -> None:
-        """Both files, with what the parts have found by now."""
+        """Write both files with the results of the parts so far."""
         minutes = (time.monotonic() - self._begun) / 60
         parts = {name: {**about, "found": self._found(name)} for name, about in self._states.items()}
         for about in parts.values():
@@ -104,12 +104,12 @@ class Summary:
         hour_report.replace(self._out / "summary.md", "\n".join(pages))
 
     def figures(self) -> dict[str, float]:
-        """Those of all parts, as ``part.name``."""
+        """Return the figures of all parts, as ``part.name``."""
         found = {name: self._found(name) for name in self._states}
         return {f"{name}.{key}": value for name, said in found.items() if said for key, value in said["figures"].items()}
 
     def overview(self) -> str:
-        """The table of the parts."""
+        """Return the table of the parts."""
         lines = ["# First hour", "", "| part | state | seconds | rows | skipped | failed |", "|---|---|--:|--:|--:|--:|"]
         for name, about in self._states.items():
             found = self._found(name) or {"rows": [], "skipped": [], "failed": []}
@@ -118,14 +118,14 @@ class Summary:
         return "\n".join(lines) + "\n"
 
     def page(self, name: str) -> str:
-        """What a part has found, as Markdown, and what became of it if it did not end by itself."""
+        """Return the results of a part as Markdown, and the reason if it did not end by itself."""
         found, about = self._found(name), self._states[name]
         page = hour_report.markdown(found) if found is not None else f"## {name}\n"
         state = "" if about["state"] in (DONE, SKIPPED) else f"\n{about['state']}{': ' if about['why'] else ''}{about['why']}\n"
         return page + state
 
     def of_site(self) -> str:
-        """How the packages were unpacked."""
+        """Return the result of unpacking the packages."""
         assert self._site is not None
         return f"## site\n\n{self._site['state']}, {self._site['seconds']:.0f} s {self._site['why']}".rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""One rank on this machine's GPU, or on its CPU: process group and Trainer of the parts of the first hour."""
+"""One rank on the GPU of this machine, or on its CPU: process group and Trainer for the parts of the first hour."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RENAMED = {  # names that BubbleProfiler replaces, which torch has had since 2.
 
 
 def demand(report: Report) -> None:
-    """End the part if it cannot train here: skipped where a package is not installed, failed where one is and does not load."""
+    """End the part if it cannot train here: skip it if a package is missing, and fail if an installed package does not load."""
     with report.check("everything"):
         load()
         return
@@ -40,11 +40,11 @@ def demand(report: Report) -> None:
 
 
 def load() -> None:
-    """Import what a part trains with.
+    """Import the packages that a part trains with.
 
     Raises:
-        Skip: a package is not there, or FBGEMM is the one for CPUs and there is a GPU.
-        Exception: a package is there and does not import, such as a binary for another torch, in many ways.
+        Skip: a package is not installed, or FBGEMM is the build for CPUs and there is a GPU.
+        Exception: an installed package does not import, for example a binary for another torch.
     """
     for module, names in _RENAMED.items():
         torch_module = importlib.import_module(module)
@@ -64,9 +64,9 @@ def load() -> None:
 
 @contextmanager
 def one_rank() -> Iterator[torch.device]:
-    """A default process group of this process alone, with the backend that Lightning would take; yields the device.
+    """Create a default process group of this process alone, with Lightning's choice of backend; yield the device.
 
-    Inside a process group of one rank that stands already, that one is used.
+    An existing process group of one rank is used instead.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -89,7 +89,7 @@ def one_rank() -> Iterator[torch.device]:
 
 
 def trainer(device: torch.device, **options: Any) -> Any:
-    """A Trainer of one device that writes nothing; its node is that of NODE_RANK, if ``num_nodes`` are several."""
+    """Return a Trainer of one device that writes nothing; its node is NODE_RANK if ``num_nodes`` is larger than 1."""
     import lightning as L
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -107,7 +107,7 @@ def trainer(device: torch.device, **options: Any) -> Any:
 
 
 def quiet() -> None:
-    """What Lightning and TorchRec note about this machine is not what the parts are about."""
+    """Suppress notices of Lightning and TorchRec about this machine."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)

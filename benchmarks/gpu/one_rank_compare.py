@@ -1,8 +1,8 @@
-"""Whether two runs have left the same numbers behind, and how far they are apart.
+"""Comparison of the results of two runs.
 
-``largest`` is the largest difference of a tensor by the largest number in it, ``mean`` the mean one by the mean number. What
-has a tolerance is held to ``mean``: Adam and Adagrad divide a gradient by its own size, so where a sum all but cancels, its
-rounding becomes a step of full length, in a few numbers among millions.
+``largest`` is the largest difference of a tensor over its largest number, and ``mean`` the mean difference over the mean
+number. Tolerances apply to ``mean``: Adam and Adagrad divide a gradient by its own size. If a sum nearly cancels, its rounding
+becomes a step of full length, in a few numbers among millions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def judge(report: Report, what: str, reference: str, run: Run, expected: Run, tolerance: float) -> None:
-    """Add a row; a failure if the two differ by more than may be, or if nothing has been trained."""
+    """Add a row, and a failure if the two differ by more than the tolerance or if nothing has been trained."""
     losses = relative({"loss": torch.tensor(run.losses)}, {"loss": torch.tensor(expected.losses)})[0]
     kept, known = run.weights | run.states, expected.weights | expected.states
     largest, mean = relative(kept, known)
@@ -44,12 +44,12 @@ def judge(report: Report, what: str, reference: str, run: Run, expected: Run, to
 
 
 def _finite(off: float) -> float | None:
-    """None in the table, where JSON has no infinity; the failure says so."""
+    """Return None for an infinite number, because JSON has no infinity; the failure names it."""
     return off if math.isfinite(off) else None
 
 
 def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """How far the tensor that is farthest off differs: by the largest number, and in the mean; infinite if something is NaN."""
+    """Return the differences of the tensor that differs most: over the largest number, and in the mean; infinite for NaN."""
     if one.keys() != other.keys():
         raise ValueError(f"one has {sorted(one.keys() - other.keys())} and the other {sorted(other.keys() - one.keys())}")
     largest = mean = 0.0
@@ -68,7 +68,7 @@ def _ratio(off: float, size: float) -> float:
 
 
 def bitwise(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether all tensors have the same names, kinds, shapes and bits."""
+    """Return True if all tensors have the same names, kinds, shapes and bits."""
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().reshape(-1).view(torch.uint8)

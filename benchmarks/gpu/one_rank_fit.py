@@ -1,4 +1,4 @@
-"""A fit of which the time, the processor time of every thread, and if asked for a profile of the last steps are kept."""
+"""A fit that records the step time, the processor time of all threads, and optionally a profile of the last steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_freescale import FreeScaleStrategy
 
 @dataclass
 class Fit:
-    """What was measured.
+    """The measurements of a fit.
 
     Attributes:
-        step_ms: wall time of a step, mean over those that are timed.
+        step_ms: wall time of a step, mean over the timed steps.
         cpu_ms: processor time of a step by thread: ``training``, ``engine``, and ``others``.
         predicted: share of the lookups whose ids were known ahead; None without overlap.
-        trace: of the steps behind the timed ones; None if there are none.
+        trace: trace of the steps after the timed ones; None if there are none.
     """
 
     step_ms: float = 0.0
@@ -36,7 +36,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps warm up, are timed, and are profiled behind that; at the end is one that is none of these."""
+    """Numbers of steps that warm up, are timed, and are profiled; one more step follows at the end."""
 
     warmup: int
     timed: int
@@ -44,12 +44,12 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """All."""
+        """The number of all steps."""
         return self.warmup + self.timed + self.profiled + 1  # the last one has no next batch to fetch
 
 
 def fit(module: Any, data: list[Batch], steps: Steps, device: torch.device, overlap: bool, callbacks: tuple = ()) -> Fit:
-    """Train ``module`` on ``data``, as many batches as ``steps`` has, in bf16."""
+    """Train ``module`` on ``data`` in bf16, for as many batches as ``steps`` has."""
     measured = Measured(steps, device)
     fitting = one_rank.trainer(
         device,
@@ -66,7 +66,7 @@ def fit(module: Any, data: list[Batch], steps: Steps, device: torch.device, over
 
 
 class Measured(L.Callback):
-    """Reads the clocks where the device has nothing to do: before the first and after the last timed step."""
+    """Reads the clocks while the device is idle: before the first and after the last timed step."""
 
     def __init__(self, steps: Steps, device: torch.device) -> None:
         self.found = Fit()
@@ -105,7 +105,7 @@ class Measured(L.Callback):
         self.found.cpu_ms = taken
 
     def _clocks(self) -> dict[str, float]:
-        """Seconds: wall time, and processor time of the process, of this thread and of the engine's."""
+        """Return seconds: wall time, and processor time of the process, of this thread and of the engine's thread."""
         self._synchronize()
         engine = [thread for thread in threading.enumerate() if thread.name.startswith("freescale-") and thread.is_alive()]
         return {

@@ -1,4 +1,4 @@
-"""What part_numbers trains: a module with two tables, its batches, and the loop that plain TorchRec would train it with."""
+"""Module, batches and training loop of plain TorchRec that part_numbers compares with the strategy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Size:
 
 @dataclass
 class Run:
-    """What a run leaves behind, on the CPU; ``states`` are the optimizer's, where they were asked for."""
+    """The results of a run, on the CPU; ``states`` are those of the optimizer, if requested."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Run:
 
 
 class Net(nn.Module):
-    """A history against a candidate: attention over what is jagged in the batch, padded."""
+    """Compares a history with a candidate by attention over the jagged part of the batch, padded."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Net(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         found = self.embeddings(batch["features"])
         history = found["history"].to_padded_dense(self.longest)
         weights = torch.softmax(history @ history.transpose(1, 2) / history.shape[2] ** 0.5, dim=2)
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 class Recommender(L.LightningModule):
-    """Trains :class:`Net` and keeps its losses."""
+    """Trains :class:`Net` and records its losses."""
 
     def __init__(self, size: Size, optimizer: str) -> None:
         super().__init__()
@@ -85,23 +85,23 @@ class Recommender(L.LightningModule):
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss, which is kept."""
+        """Return and record the loss."""
         loss = self.net(batch)
         self.losses.append(loss.detach())  # not its number, for which the host would wait
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Looks rows up without gradients."""
+        """Look up rows without gradients."""
         self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One for the tables and the rest."""
+        """Return one optimizer for the tables and the other parameters."""
         kind, arguments = OPTIMIZERS[self.optimizer]
         return kind(self.parameters(), **arguments)
 
 
 class Batches:
-    """A loader that a run can resume in the middle of."""
+    """A loader that supports resuming within an epoch."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches, self.position = batches, 0
@@ -116,16 +116,16 @@ class Batches:
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What has been handed out."""
+        """Return the number of batches so far."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind that."""
+        """Continue after that number of batches."""
         self.position = state["position"]
 
 
 def batches(size: Size, device: torch.device, seed: int = 0) -> list[Batch]:
-    """One for every step, in pinned memory if the device is a GPU; a few items are in most histories."""
+    """Return one batch for each step, in pinned memory if the device is a GPU; a few items are in most histories."""
     popular = 1 / torch.arange(1, size.items + 1) ** 1.1
     return [_batch(size, popular, 1000 * seed + step, device.type == "cuda") for step in range(size.steps)]
 
@@ -142,7 +142,7 @@ def _batch(size: Size, popular: Tensor, seed: int, pin: bool) -> Batch:
 
 
 def train_plain(size: Size, optimizer: str, data: list[Batch], device: torch.device, autocast: bool = False) -> Run:
-    """The loop a careful user would write by hand: plain TorchRec, plain DDP."""
+    """Train as a careful user would write it by hand: plain TorchRec, plain DDP."""
     torch.manual_seed(0)
     net = Net(size)
     kind, arguments = OPTIMIZERS[optimizer]
@@ -175,7 +175,7 @@ def train_plain(size: Size, optimizer: str, data: list[Batch], device: torch.dev
 
 
 def _whole(value: Any) -> Tensor:
-    """A parameter, or all there is of a table, which one rank holds."""
+    """Return a parameter, or a whole table, which one rank holds."""
     if hasattr(value, "local_shards"):
         (shard,) = value.local_shards()
         value = shard.tensor

@@ -1,11 +1,13 @@
-"""torch's CUDA sanitizer in every thread that works: accesses to memory that no event and no wait puts in order.
+"""torch's CUDA sanitizer in all working threads: it finds accesses to memory that no event and no wait orders.
 
-torch's own switch enters its dispatch mode in one thread, and the first access that it finds ends the run. Here the package's
-background threads have it, too, autograd takes it along from the thread that calls backward, and all that is found is kept.
-The sanitizer knows from an operator's schema what it reads and writes, so it does not see what a kernel does beside that, nor
-copies made through the CUDA driver. It knows memory by the address where a tensor begins. When a block is freed, torch's own
-forgets the block's first address alone; here it forgets all addresses in it, which other streams may get next, and tensors
-without elements, which have no address, are left out.
+torch's own switch enters its dispatch mode in one thread, and the first unordered access ends the run. This module enables the
+mode in the background threads of the package too, autograd inherits it from the thread that calls backward, and all unordered
+accesses are recorded.
+
+The sanitizer derives reads and writes from the schema of an operator. It does not see other accesses of a kernel, or copies
+through the CUDA driver. It identifies memory by the address where a tensor begins. If a block is freed, torch's sanitizer
+forgets only the first address of the block. This module forgets all addresses in it, because other streams may receive them.
+It omits tensors without elements, which have no address.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.cuda import _gpu_trace as traced
-from torch.cuda import _sanitizer  # traces every allocation from here on, so whoever imports this is slowed down
+from torch.cuda import _sanitizer  # traces every allocation from here on, so importing this module slows the process down
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_freescale
@@ -39,23 +41,23 @@ _CALLBACKS = {
     "_handle_event_synchronization": traced.EventSynchronizationCallbacks,
 }
 _PACKAGE = Path(lightning_freescale.__file__).parent
-_MOST = 5  # unordered accesses that are told in full
+_MOST = 5  # unordered accesses that are printed in full
 
 
 class Accesses:
-    """What the sanitizer sees while :meth:`watched`, of one run: it knows nothing of what came before, for which it waits.
+    """The accesses that the sanitizer sees during :meth:`watched`, which first waits for all earlier work.
 
     Attributes:
-        operators: how many, by the thread's name; those on the CPU count, too.
-        unordered: how often two accesses are ordered by nothing, by the two operators and where the package called the later.
-        told: the first of them as the sanitizer tells them, with both stacks.
-        within: of the very first, both accesses and where in the package they were made.
+        operators: number of operators by the thread's name, including those on the CPU.
+        unordered: number of unordered pairs of accesses, by the two operators and the place in the package of the later one.
+        texts: the sanitizer's text of the first pairs, with both stacks.
+        within: both accesses of the first pair, and their places in the package.
     """
 
     def __init__(self) -> None:
         self.operators: Counter[str] = Counter()
         self.unordered: Counter[str] = Counter()
-        self.told: list[str] = []
+        self.texts: list[str] = []
         self.within = ""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # else what still runs would be ordered by nothing that a new handler has seen
@@ -69,7 +71,7 @@ class Accesses:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch this thread, and the jobs that the package's background threads are given meanwhile."""
+        """Watch this thread, and the jobs of the package's background threads in the meantime."""
         submit = WorkerThread.submit
 
         def submit_watched(worker: WorkerThread, job: Callable[..., Any], *args: Any) -> Any:
@@ -83,7 +85,7 @@ class Accesses:
             WorkerThread.submit = submit
 
     def launched(self, operator: Any, arguments: Arguments) -> None:
-        """Note one operator's accesses, on the current stream of its thread."""
+        """Record the accesses of one operator on the current stream of its thread."""
         with self._one_by_one:
             self.operators[threading.current_thread().name] += 1
             written, read = arguments.dataptrs_written, arguments.dataptrs_read
@@ -98,8 +100,8 @@ class Accesses:
             for error in found:
                 self.unordered[_short(error)] += 1
                 self.within = self.within or _within(error)
-                if len(self.told) < _MOST:
-                    self.told.append(str(error))
+                if len(self.texts) < _MOST:
+                    self.texts.append(str(error))
 
     def _run(self, job: Callable[..., Any], *args: Any) -> Any:
         with _Mode(self):
@@ -117,10 +119,10 @@ class Accesses:
 
 
 class Arguments(_sanitizer.ArgumentHandler):
-    """What an operator reads and writes.
+    """The reads and writes of an operator.
 
     Attributes:
-        blocks: of each address, where the block of memory begins that it lies in.
+        blocks: for each address, the start of its block of memory.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ class Arguments(_sanitizer.ArgumentHandler):
 
 
 class _Mode(TorchDispatchMode):
-    """Of one thread: modes are not shared between threads."""
+    """The dispatch mode of one thread; modes are not shared between threads."""
 
     def __init__(self, accesses: Accesses) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class _Mode(TorchDispatchMode):
 
 
 def race(device: torch.device) -> None:
-    """Write on one stream and read on another without an event between: what a sanitizer that works must find."""
+    """Write on one stream and read on another without an event in between, which a working sanitizer must find."""
     other = torch.cuda.Stream(device)
     written = torch.zeros(1024, device=device)
     torch.cuda.synchronize(device)
@@ -174,7 +176,7 @@ def _short(error: Any) -> str:
 
 
 def _within(error: Any) -> str:
-    """Both accesses, each with where the package made it, the outermost call first."""
+    """Return both accesses with their places in the package, the outermost call first."""
     lines = []
     for when, access in (("later", error.current_access), ("earlier", error.previous_access)):
         lines.append(f"{when}, on stream {access.stream}: {access.operator.name} {access.type} it, called at")

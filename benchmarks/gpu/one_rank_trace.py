@@ -1,7 +1,7 @@
-"""What a trace of torch.profiler says of a training step: what the GPU did, and what each thread of the host asked it to do.
+"""Content of a torch.profiler trace of training steps: the work of the GPU, and the requests of each thread of the host.
 
-Whoever trains puts a :data:`MARK` between two steps; all between the first and the last one counts. Counts and times are per
-step.
+The training code puts a :data:`MARK` between steps. All events between the first and the last mark count. Counts and times are
+per step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _CALLS = ("cuda_runtime", "cuda_driver")
 
 @dataclass
 class Trace:
-    """Per step.
+    """Counts and times per step.
 
     Attributes:
-        steps: between the marks.
-        ms: of wall time, under the profiler.
+        steps: number of steps between the marks.
+        ms: wall time under the profiler.
         idle: share of the time in which no stream ran anything; None if the profiler saw no GPU.
-        kernels: that ran on the GPU.
-        threads: by thread, then by name: ``operators`` that were called, ``launches`` of kernels, each of :data:`WAITS`,
-            ``blocking copies``, and ``waited ms``, all in those waits and copies.
+        kernels: kernels that ran on the GPU.
+        threads: by thread, then by name: called ``operators``, ``launches`` of kernels, each of :data:`WAITS`,
+            ``blocking copies``, and ``waited ms``, the time in all those waits and copies.
     """
 
     steps: int
@@ -55,18 +55,18 @@ class Profiling:
         self._profile = _profile(on_gpu)
 
     def start(self) -> None:
-        """Begin, behind all that the GPU has to do, with a mark."""
+        """Begin after all pending work of the GPU, with a mark."""
         _begin_once(self._on_gpu)
         self._profile.start()
         self.mark()
 
     def mark(self) -> None:
-        """A step ends."""
+        """Mark the end of a step."""
         with record_function(MARK):
             pass
 
     def stop(self) -> Trace:
-        """End; the last mark has been made."""
+        """End the profile after the last mark."""
         self._profile.stop()
         names = thread_names()
         with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def _profile(on_gpu: bool) -> profile:
 
 @cache
 def _begin_once(on_gpu: bool) -> None:
-    """Profile for nothing: a profiler that starts for the first time in a process misses events of the GPU."""
+    """Start and stop a profiler, because the first one of a process misses events of the GPU."""
     with _profile(on_gpu):
         torch.ones(8, device="cuda" if on_gpu else "cpu").add(1)
         if on_gpu:
@@ -91,20 +91,20 @@ def _begin_once(on_gpu: bool) -> None:
 
 
 def thread_names() -> dict[int, str]:
-    """Which of :data:`THREADS` Python's threads are, by the system's number; the caller trains."""
+    """Return the name in :data:`THREADS` of each of Python's threads, by the system's number; the caller trains."""
     names = {thread.native_id: "engine" for thread in threading.enumerate() if thread.name.startswith("freescale-")}
     return {number: name for number, name in names.items() if number is not None} | {threading.get_native_id(): "training"}
 
 
 def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace:
-    """A trace's events as a :class:`Trace`.
+    """Convert the events of a trace to a :class:`Trace`.
 
     Args:
-        events: of the Chrome trace, times in microseconds.
-        names: which of :data:`THREADS` a thread is; those left out are others.
+        events: events of the Chrome trace, times in microseconds.
+        names: the name in :data:`THREADS` of each thread; other threads count as others.
 
     Raises:
-        ValueError: there are no two marks.
+        ValueError: there are fewer than two marks.
     """
     slices = [event for event in events if event.get("ph") == "X"]
     marks = sorted(event["ts"] for event in slices if event["name"] == MARK and event["cat"] == "user_annotation")
@@ -115,7 +115,7 @@ def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace
     kernels = sum(event["cat"] == "kernel" and begin <= event["ts"] < end for event in on_gpu)
     pageable = {
         _correlation(event) for event in on_gpu if event["cat"] == "gpu_memcpy" and "Pageable" in event["name"]
-    }  # such a copy is staged by the host, whatever the call is named
+    }  # the host stages such a copy, under any name of the call
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for event in [*_outermost(slices), *(event for event in slices if event["cat"] in _CALLS)]:
         if begin <= event["ts"] < end:
@@ -130,7 +130,7 @@ def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace
 
 
 def _outermost(slices: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The operators that were called, without those that they call, and without what autograd tells of itself."""
+    """Return the called operators without those that they call, and without autograd's own events."""
     reached: dict[int, float] = {}
     called = [event for event in slices if event["cat"] == "cpu_op" and event["name"].startswith(("aten::", "fbgemm::"))]
     for event in sorted(called, key=lambda event: (event["ts"], -event["dur"])):
@@ -160,7 +160,7 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 
 
 def _idle(busy: list[tuple[float, float]], begin: float, end: float) -> float:
-    """The share of ``begin`` to ``end`` that no interval covers."""
+    """Return the share of ``begin`` to ``end`` that no interval covers."""
     covered, reached = 0.0, begin
     for start, stop in sorted(busy):
         start, stop = max(start, reached), min(stop, end)

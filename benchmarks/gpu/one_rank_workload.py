@@ -1,4 +1,4 @@
-"""What part_host_time and part_model train: the reference model, and one with few kernels, on long-tailed histories."""
+"""Models that part_host_time and part_model train: the reference model, and one with few kernels, on long-tailed histories."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GPU = Workload(items=5_000_000, dim=128, layers=4, heads=4, histories=64, longes
 
 
 def of_size(on_gpu: bool, quick: bool) -> Workload:
-    """The workload of a machine."""
+    """Return the workload for a machine."""
     return CPU if not on_gpu else GPU_QUICK if quick else GPU
 
 
@@ -59,7 +59,7 @@ class HSTU(HSTURecommender):
 
 
 class Attention(nn.Module):
-    """SASRec's: causal softmax attention and two linear layers, on padded histories."""
+    """SASRec's block: causal softmax attention and two linear layers, on padded histories."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.wide = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` and the result have shape ``[histories, longest, dim]``."""
+        """Return the states; input and result have shape ``[histories, longest, dim]``."""
         parts = self.qkv(self.before(x)).chunk(3, dim=2)
         query, key, value = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)  # padding comes last: unseen
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class SASRec(HSTU):
-    """SASRec-like: attention over padded histories, in few kernels, and nothing that makes the host wait for the GPU."""
+    """A model like SASRec: attention over padded histories in few kernels, without synchronization of host and GPU."""
 
     def __init__(self, load: Workload) -> None:
         super().__init__(load)
@@ -87,7 +87,7 @@ class SASRec(HSTU):
         self.position = nn.Parameter(torch.zeros(load.longest, load.dim))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Softmax over the target and shared negatives, of all positions."""
+        """Return the softmax loss over the target and shared negatives, of all positions."""
         found = self.items(self.looked_up(batch))
         x = found["item"].to_padded_dense(self.longest) + self.position
         for block in self.blocks:
@@ -98,15 +98,15 @@ class SASRec(HSTU):
         return -nn.functional.log_softmax(scores, dim=1)[:, 0].mean()
 
     def looked_up(self, batch: Batch) -> KeyedJaggedTensor:
-        """The ids that the model looks up."""
+        """Return the ids that the model looks up."""
         return batch["ids"]
 
 
 class Unforeseen(SASRec):
-    """The same, but the ids do not stand in its batches, so that nobody knows the next ones."""
+    """SASRec with ids that are not in its batches, so the strategy cannot predict them."""
 
     def looked_up(self, batch: Batch) -> KeyedJaggedTensor:
-        """Ids that the batch holds one too high."""
+        """Return the ids of the batch less 1."""
         ids = batch["ids"]
         return KeyedJaggedTensor(
             ids.keys(), ids.values() - 1, lengths=ids.lengths(), length_per_key=ids.length_per_key_or_none()
@@ -114,7 +114,7 @@ class Unforeseen(SASRec):
 
 
 class Loader:
-    """Batches that are there already."""
+    """Batches that already exist."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -127,14 +127,14 @@ class Loader:
 
 
 def batches(load: Workload, count: int, pin: bool) -> list[Batch]:
-    """Batches as the example's collate function makes them, and ``positions``, where items are among the padded ones."""
+    """Return batches of the example's collate function, with ``positions``: the places of items among the padded ones."""
     collate = CollateWithNegatives(load.items, load.negatives)
     made = [_batch(load, collate, np.random.default_rng(step)) for step in range(count)]
     return [{name: value.pin_memory() for name, value in batch.items()} for batch in made] if pin else made
 
 
 def shifted(made: list[Batch]) -> list[Batch]:
-    """The batches of :class:`Unforeseen`."""
+    """Return the batches of :class:`Unforeseen`."""
 
     def higher(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         values = ids.values() + 1

@@ -1,11 +1,12 @@
-"""Pack TorchRec and FBGEMM for a GPU machine without a network, small enough to be carried there.
+"""Packs TorchRec and FBGEMM for a GPU machine without a network.
 
 ``python benchmarks/gpu/pack.py --torch 2.11.0 --cuda 13.0 --python 3.12 --arch 90 --out site.tar.xz`` downloads the published
-wheels that fit, zeroes the GPU code of all other architectures (fatbin.py), and packs; unpack_site.py, which makes a folder for
-PYTHONPATH of it, goes along. Nothing is built and no GPU is needed here.
+wheels that fit, overwrites the GPU code of all other architectures with zeros (fatbin.py), and packs the result. Copy the
+archive and unpack_site.py to the other machine, where unpack_site.py creates a folder for PYTHONPATH from it. Nothing is built,
+and no GPU is needed here.
 
-Everything is refused that would fail later: an archive above --limit-mib, a library without machine code for --arch or with GPU
-code laid out in an unknown way, FBGEMM for another CUDA.
+The command refuses an archive above --limit-mib, a library without machine code for --arch or with an unknown layout of GPU
+code, and FBGEMM for another CUDA.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ _GPU = [_LZMA | {"lc": 1, "lp": 3, "pb": 4}]
 
 @dataclass
 class Packed:
-    """A file on its way into the archive.
+    """A file of the archive.
 
     Attributes:
-        name: Its path in the folder that unpack_site.py makes.
-        path: Where it lies now, with zeros for the GPU code that is left out.
+        name: Its path in the folder that unpack_site.py creates.
+        path: Its present path, with zeros for the GPU code that is left out.
         size: Its bytes.
         kept: Bytes of GPU code that it keeps.
         zeroed: Bytes of GPU code that are zeros.
-        pieces: For ``"host"`` and ``"gpu"``, where each piece begins and its length, in bytes.
+        pieces: For ``"host"`` and ``"gpu"``, start and length of each piece, in bytes.
         archived: Bytes that the archive grew by; it grows in steps of some 64 KiB.
     """
 
@@ -139,7 +140,7 @@ def _minor(torch: str) -> str:
 
 
 def find_wheel(pin: str, python: str, folder: Path) -> Path:
-    """The wheel of ``NAME==VERSION`` in ``folder``, downloaded if it is not there.
+    """Return the wheel of ``NAME==VERSION`` in ``folder``; download it if necessary.
 
     Raises:
         ValueError: There is no such wheel.
@@ -157,7 +158,7 @@ def find_wheel(pin: str, python: str, folder: Path) -> Path:
 
 
 def _lying_in(folder: Path, pin: str, python: str) -> Path | None:
-    """The wheel in a folder whose name says that it is the one."""
+    """Return the wheel in a folder with this name and version."""
     name, _, version = pin.partition("==")
     digits = python.replace(".", "")
     for path in sorted(folder.glob("*.whl")):
@@ -174,13 +175,13 @@ def _normal(name: str) -> str:
 
 
 def stage(wheels: list[Path], site: Path) -> list[str]:
-    """Lay the wheels out in a folder, as they would be installed.
+    """Extract the wheels to a folder, as they would be installed.
 
     Returns:
         The files' names, sorted.
 
     Raises:
-        ValueError: A wheel wants to be installed elsewhere too, or two have the same file.
+        ValueError: A wheel installs files elsewhere too, or two wheels have the same file.
     """
     names: set[str] = set()
     for wheel in wheels:
@@ -198,7 +199,7 @@ def stage(wheels: list[Path], site: Path) -> list[str]:
 
 
 def prune_all(names: list[str], site: Path, arch: int) -> list[Packed]:
-    """Zero GPU code in the libraries among the files (see :func:`fatbin.prune`).
+    """Overwrite GPU code in the libraries among the files with zeros (see :func:`fatbin.prune`).
 
     Raises:
         ValueError: A library is not understood or has no code for ``arch``.
@@ -222,7 +223,7 @@ def prune_all(names: list[str], site: Path, arch: int) -> list[Packed]:
 
 
 def refuse_other_cuda(files: list[Packed], cuda: str) -> None:
-    """Compare the CUDA that the libraries link with the one that will be there.
+    """Compare the CUDA version of the libraries with that of the target machine.
 
     Raises:
         ValueError: They differ.
@@ -240,7 +241,7 @@ def refuse_other_cuda(files: list[Packed], cuda: str) -> None:
 
 
 def write(files: list[Packed], options: argparse.Namespace, path: Path) -> int:
-    """Write the archive, whose layout unpack_site.py describes.
+    """Write the archive in the layout that unpack_site.py describes.
 
     Returns:
         Its size in bytes.
@@ -291,7 +292,7 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 
 class _Streams:
-    """A file to write to that compresses, one xz stream after another: xz, and so tar and Python, read them as one."""
+    """A file for writing that compresses to one xz stream after another; xz, tar and Python read them as one."""
 
     def __init__(self, raw: IO[bytes], limit_mib: float) -> None:
         self._raw = raw
@@ -325,7 +326,7 @@ class _Streams:
 
 
 class _Pieces:
-    """A file to read from: the pieces of another, one after the other."""
+    """A file for reading: the pieces of another file, one after the other."""
 
     def __init__(self, source: IO[bytes], pieces: list[tuple[int, int]]) -> None:
         self._source = source
@@ -345,7 +346,7 @@ class _Pieces:
 
 
 def show(files: list[Packed]) -> None:
-    """Print what became of every library; MiB."""
+    """Print the result for each library, in MiB."""
     print(f"{'file, MiB':<58}{'size':>9}{'GPU kept':>10}{'zeroed':>9}{'archived':>10}")
     rest = [file for file in files if not file.kept + file.zeroed]
     for file in files:

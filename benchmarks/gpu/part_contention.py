@@ -1,18 +1,19 @@
-"""What transfers cost the compute beside them on one GPU: by streaming multiprocessors, through the host, by copy engines.
+"""Cost of transfers for the compute beside them on one GPU: by streaming multiprocessors, through the host, by copy engines.
 
-Needs torch, numpy and this repository. Without a GPU the host transport alone is measured, in small sizes on the CPU.
+This part needs torch, numpy and this repository. Without a GPU it measures the host transport alone, with small sizes on the
+CPU.
 
-A matrix product and the jagged attention of HSTU (forward and backward) run alone and beside, in turns:
+A matrix product and the jagged attention of HSTU (forward and backward) run alone and beside each transfer, in turns:
 
-sm_copy      a kernel of 24 thread blocks that copies on the GPU: it stands in for a collective of NCCL
+sm_copy      a kernel of 24 thread blocks that copies on the GPU, as a replacement for a collective of NCCL
 host, peer   all-to-alls over the package's process group, by these transports, with a second process on the same GPU
 copy_engine  copies to and from pinned memory, both directions at once
 symm_mem     copies out of the other process's symmetric memory
 peer_copy    copies to a second GPU, if there is one
 
-A slow-down is against the same round's time alone, median over the rounds; the time alone against its median shows the noise.
-GB/s are what the kernel copies, what goes to the peer, or what goes each way. The process group is also compared with gloo, and
-the profiler lists what the GPU does in one step of every transfer.
+A slow-down is relative to the time alone in the same round, median over the rounds. The time alone relative to its median shows
+the noise. GB/s are the bytes that the kernel copies, that go to the peer, or that go in each direction. The part also compares
+the process group with gloo, and the profiler lists the work of the GPU in one step of each transfer.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ import two_ranks_pair
 
 SECONDS = 50.0  # that one transfer may take; if one hangs, the limit of the part leaves time for the others
 NO_NCCL = (
-    "NCCL takes no two ranks on one GPU, and a group of one rank sends nothing: sm_copy, which takes as many thread blocks, "
-    "stands in for it"
+    "NCCL supports one rank per GPU, and a group of one rank sends nothing: sm_copy, which uses as many thread blocks, "
+    "replaces it"
 )
 
 

@@ -1,16 +1,16 @@
-"""What a step costs the host of a GPU, and how long the GPU waits for it.
+"""Host time of a step with a GPU, and the idle time of the GPU.
 
-Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_host_time.py --out DIR``. A SASRec-like model with few
-kernels, on one rank in bf16, trains with strategy "freescale" in three ways:
+Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_host_time.py --out DIR``. A model like SASRec with few
+kernels trains on one rank in bf16 with strategy "freescale" in three ways:
 
 plain     overlap="torchrec", TorchRec's own exchange
-overlap   the ids of the next batch stand in it
-inline    overlap, but the ids do not stand in the batch, so the exchange of a step begins with its lookup
+overlap   the batch contains the ids that are looked up
+inline    overlap, but the batch does not contain the ids, so the exchange of a step begins with its lookup
 
-Wall and processor time are of steps without the profiler, medians over rounds in which the variants take turns. Counts, and
-how long the GPU ran nothing, are of steps under torch.profiler over all threads, which slows the host down; those fits come
-last, because torch's profiler of the GPU stays attached to the process. ``after_profiler_ms`` is a step of ``plain`` timed once
-more behind them. Times and counts are per step. Without a GPU there are processor times and torch's operators alone.
+Wall and processor time are those of steps without the profiler, medians over rounds in which the variants take turns. Counts
+and idle times are those of steps under torch.profiler over all threads, which slows the host down. Those fits run last, because
+torch's profiler of the GPU stays attached to the process. ``after_profiler_ms`` is a step of ``plain`` timed again after them.
+Times and counts are per step. Without a GPU, the part reports processor times and torch's operators alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(report: Report, device: torch.device, quick: bool) -> None:
-    """All variants: rounds of times, then profiles."""
+    """Measure all variants: rounds of times, then profiles."""
     from one_rank_fit import Steps
 
     full = device.type == "cuda" and not quick
@@ -68,7 +68,7 @@ def measure(report: Report, device: torch.device, quick: bool) -> None:
 
 
 def train(variant: str, steps: Any, device: torch.device, quick: bool) -> Fit:
-    """One fit."""
+    """Train one fit."""
     from one_rank_fit import fit
     from one_rank_workload import SASRec, Unforeseen, batches, of_size, shifted
 
@@ -81,7 +81,7 @@ def train(variant: str, steps: Any, device: torch.device, quick: bool) -> Fit:
 
 
 def show(report: Report, variant: str, fits: list[Fit], trace: Trace | None, on_gpu: bool) -> None:
-    """A row of the step, and one for every thread."""
+    """Add a row of the step, and one for each thread."""
     from one_rank_trace import THREADS, WAITS
 
     assert trace is not None
@@ -108,7 +108,7 @@ def show(report: Report, variant: str, fits: list[Fit], trace: Trace | None, on_
 
 
 def foreseen(report: Report, variant: str, found: Fit) -> None:
-    """A failure if the variant is not what it is called."""
+    """Record a failure if the ids were predicted in ``inline``, or were not in ``overlap``."""
     expected = {"plain": found.predicted is None, "overlap": (found.predicted or 0) > 0.5, "inline": found.predicted == 0}
     if not expected[variant]:
         report.fail(variant, f"the share of lookups whose ids were known ahead is {found.predicted}: this is another way")

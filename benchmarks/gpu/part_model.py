@@ -1,4 +1,4 @@
-"""What overlap brings a model of realistic size on one GPU: step times with and without, in rounds that take turns.
+"""Effect of overlap on a model of realistic size on one GPU: step times with and without, in rounds that take turns.
 
 Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_model.py --out DIR``. One rank trains in bf16, on histories of
 long-tailed lengths and a table of millions of items:
@@ -6,13 +6,13 @@ long-tailed lengths and a table of millions of items:
 hstu     the reference model of examples/: attention history by history, in thousands of small kernels
 sasrec   attention over padded histories, in few kernels
 
-One rank has nobody to exchange rows with: what overlap adds here is its host work, and what it saves is waits of the host and
-early copies. So over_plain near 1 is what to hope for, and the gain is for more ranks to show.
+One rank exchanges no rows. Overlap adds its host work, and saves waits of the host and early copies. ``over_plain`` near 1 is
+the best possible result; only more ranks can show a gain.
 
-Medians over the rounds, with the lowest and the highest; ``over_plain`` is of step times in the same round. Bubble and its
-parts are what BubbleProfiler says in a fit of its own, which does not slow the step times. ``gpu_idle``, the share of the time
-in which the GPU ran nothing, is what it says of three steps under torch.profiler. ``host_busy`` is the training thread's
-processor time by the wall time: near 1, the host is what a step waits for.
+Figures are medians over the rounds, with the lowest and the highest. ``over_plain`` compares step times of the same round. The
+bubble and its parts come from BubbleProfiler in a separate fit, which does not slow the step times. ``gpu_idle``, the share of
+the time in which the GPU ran nothing, comes from three steps under torch.profiler. ``host_busy`` is the processor time of the
+training thread over the wall time: near 1, a step waits for the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hour_report import Report
 if TYPE_CHECKING:
     from one_rank_fit import Fit, Steps
 
-MODELS = ("sasrec", "hstu")  # the one that takes longer last: whoever is cut off has the other
+MODELS = ("sasrec", "hstu")  # the longer one last, so a run that is cut off has the other one
 WAYS = {"plain": False, "overlap": True}
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(report: Report, device: torch.device, quick: bool) -> None:
-    """For each model rounds of all ways, and where the time goes."""
+    """Run rounds of all variants for each model, and profile them."""
     from one_rank_fit import Steps
 
     on_gpu = device.type == "cuda"
@@ -74,7 +74,7 @@ def measure(report: Report, device: torch.device, quick: bool) -> None:
 
 
 def _compare(report: Report, model: str, found: dict[str, list[Fit]]) -> None:
-    """A row for each way, and the figures."""
+    """Add a row for each variant, and the figures."""
     ratios = [overlapped.step_ms / plain.step_ms for overlapped, plain in zip(found["overlap"], found["plain"])]
     for way, fits in found.items():
         times = [fit.step_ms for fit in fits]

@@ -1,16 +1,15 @@
 """One rank on the GPU: strategy "freescale" under a Lightning Trainer against plain TorchRec, number by number.
 
-Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_numbers.py --out DIR``. Without one it compares on the CPU and
-says what it leaves out. With ``torch.use_deterministic_algorithms``, as far as torch and FBGEMM have them, cases train the same
-module on the same batches:
+Run it on a machine with a CUDA GPU: ``python benchmarks/gpu/part_numbers.py --out DIR``. Without a GPU it compares on the CPU
+and lists what it skips. Cases train the same module on the same batches, with ``torch.use_deterministic_algorithms`` as far as
+torch and FBGEMM support it:
 
-- every optimizer against a loop over plain TorchRec and DDP written by hand: without dedup, and with TorchRec's own exchange
+- all optimizers against a loop over plain TorchRec and DDP written by hand: without dedup, and with TorchRec's own exchange
   (overlap="torchrec"), bitwise; with dedup, which sums in another order, within a tolerance;
-- with validation between the steps, which may change nothing of that;
-- from a checkpoint in the middle of an epoch, against the run that went on, bitwise, optimizer states included;
+- with validation between the steps, which must not change the result;
+- from a checkpoint in the middle of an epoch, against the uninterrupted run, bitwise, optimizer states included;
 - with precision bf16-mixed, against the loop under autocast;
-- under torch's CUDA sanitizer in all threads: accesses that nothing orders, which there may not be; a race made on purpose
-  shows that it sees any.
+- under torch's CUDA sanitizer in all threads, which must find no unordered accesses; a deliberate race shows that it works.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ NO_ADAM = "FBGEMM has no Adam on the CPU, so plain TorchRec has none"
 
 @dataclass(frozen=True)
 class Case:
-    """One fit that is compared with the loop written by hand; ``tolerance`` 0 stands for bitwise."""
+    """One fit that is compared with the loop written by hand; ``tolerance`` 0 means bitwise."""
 
     name: str
     optimizer: str
@@ -59,7 +58,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All that is compared with the loop written by hand."""
+    """Return all cases."""
     found = []
     for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
         found += [
@@ -92,13 +91,13 @@ def main(arguments: Sequence[str] | None = None, alter: Alter | None = None) -> 
 
 
 def compare(report: Report, device: torch.device, quick: bool, alter: Alter | None = None) -> None:
-    """All cases.
+    """Compare all cases with the loop written by hand.
 
     Args:
-        report: where their rows go.
-        device: where to train.
+        report: the report that receives the rows.
+        device: device to train on.
         quick: small sizes, few steps.
-        alter: may change what a fit has left behind before it is compared, to see that the comparison notices.
+        alter: changes the result of a fit before the comparison, to test that the comparison finds it.
     """
     from one_rank_recommender import Size, train_plain
 
@@ -134,7 +133,7 @@ class _Trials:
         return batches(self.size, self.device)
 
     def fit(self, case: Case) -> Run:
-        """One epoch; what it leaves behind, without states, which plain TorchRec has by other names."""
+        """Train one epoch; return the result without optimizer states, which have other names in plain TorchRec."""
         options: dict[str, Any] = {"val_check_interval": 2} if case.validate else {"limit_val_batches": 0}
         run = self._run(case, self.size.steps, **options)
         run.states = {}
@@ -142,7 +141,7 @@ class _Trials:
         return run
 
     def resumed(self, optimizer: str) -> tuple[Run, Run]:
-        """What two fits leave behind, the second from the first one's checkpoint; and what one fit does."""
+        """Return the results of two fits, the second from the checkpoint of the first, and of one uninterrupted fit."""
         case, steps = Case(f"{optimizer}, resumed", optimizer), self.size.steps
         whole = self._run(case, steps, limit_val_batches=0)
         with TemporaryDirectory() as folder:
@@ -190,7 +189,7 @@ _WANTED: dict[str, bool | None] = {"a race made on purpose": True, "plain TorchR
 
 
 def sanitize(report: Report, trials: _Trials) -> None:
-    """Count accesses that nothing orders: of a race made on purpose, of plain TorchRec, of the engine. Slow, so in the end."""
+    """Count unordered accesses of a deliberate race, of plain TorchRec and of the engine. Slow, so it runs last."""
     if trials.device.type != "cuda":
         report.skip("sanitizer", "no CUDA device, so no streams to put in order")
         return
@@ -206,14 +205,14 @@ def sanitize(report: Report, trials: _Trials) -> None:
 
 
 def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None, overlapped: bool) -> None:
-    """Add a row of what the sanitizer sees in a run, and print the first unordered accesses with their whole stacks.
+    """Add a row of the sanitizer's findings in a run, and print the first unordered accesses with their whole stacks.
 
     Args:
-        report: where the row goes.
-        name: of the run.
-        run: what to watch.
-        wanted: whether it has to find something; None if that is not ours to say.
-        overlapped: whether the engine's thread has to be seen.
+        report: the report that receives the row.
+        name: name of the run.
+        run: the run to watch.
+        wanted: whether it has to find an unordered access; None if either is accepted.
+        overlapped: whether the thread of the engine has to appear.
     """
     from one_rank_sanitizer import Accesses
 
@@ -232,8 +231,8 @@ def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None
         expected={True: "some", False: "none", None: "any"}[wanted],
         ok=ok,
     )
-    for told in accesses.told:
-        print(f"sanitizer, {name}:", told, sep="\n", flush=True)
+    for text in accesses.texts:
+        print(f"sanitizer, {name}:", text, sep="\n", flush=True)
     if not ok:
         most = "; ".join(f"{count} x {what}" for what, count in accesses.unordered.most_common(8))
         said = most or "it does not see what it should: a blind check"

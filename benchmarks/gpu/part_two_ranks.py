@@ -1,16 +1,15 @@
-"""Two processes on one device: the transports against gloo, training under the strategy, and a rank that is killed.
+"""Two processes on one device: the transports against gloo, training under the strategy, and a killed rank.
 
-By every transport that can be had, two ranks exchange bytes of several sizes, which must be those that gloo moves; rates stand
-beside them. Then rank 1 is killed in the midst of exchanges, and rank 0 must end with an error within the group's timeout.
+Two ranks exchange bytes of several sizes by each available transport. The received bytes must equal those of gloo, and the
+rates are reported. Then rank 1 is killed during exchanges, and rank 0 must end with an error within the group's timeout.
 
-Where TorchRec and Lightning are installed, the same is done in training: two nodes of one device each, with a sharded
-``nn.Embedding``, against the unsharded module under ``"ddp"``, by a pairwise loss and by a softmax over all rows; and a rank is
-killed in a step.
+If TorchRec and Lightning are installed, training is tested too: two nodes of one device each, with a sharded ``nn.Embedding``,
+against the unsharded module under ``"ddp"``, with a pairwise loss and with a softmax over all rows. A rank is killed in a step.
 
-The transports come in the order of what they are worth, ``peer`` last: a mistake in it could take the GPU from all others.
-Training by others than ``host`` is left out, and so listed, where the time is needed for a transport that comes later.
+The most important transports run first, and ``peer`` runs last, because a mistake in it could make the GPU unusable for the
+others. If a later transport needs the time, training with transports other than ``host`` is skipped and listed.
 
-The process groups need torch alone. Without a GPU it runs in small sizes on the CPU.
+The process groups need torch alone. Without a GPU the part runs with small sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ import two_ranks_pair
 from two_ranks_pair import Rank
 
 TRANSPORTS = ("host", "native", "nccl-zero-cta", "peer")
-GROUP_TIMEOUT = 10.0  # seconds after which a rank must have noticed that the other is gone
+GROUP_TIMEOUT = 10.0  # seconds within which a rank must notice that the other one has ended
 LANE = 45.0  # seconds that the exchanges of one transport may take
 TRAINING = 45.0  # seconds that training by one transport may take
 LOADING = 30.0  # seconds more for the first training: two processes load TorchRec and FBGEMM from a cold disk
-SECONDS = 190.0  # of all; the driver ends this part 20 s later, of which torch's import from a cold disk takes some
+SECONDS = 190.0  # of all; the driver ends this part 20 s later, since torch's import from a cold disk takes time too
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(report: hour_report.Report, had: list[str], sizes: two_ranks_lanes.Sizes, on_gpu: bool, deadline: float) -> None:
-    """Exchanges by the transports ``had``, in this order, and training where there is time until ``deadline``."""
+    """Measure exchanges by the transports ``had``, in this order, and training while there is time until ``deadline``."""
     missing = [name for name in ("lightning", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
     for place, transport in enumerate(had):
         later = LANE * len(had[place + 1 :])

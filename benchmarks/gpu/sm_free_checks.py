@@ -1,4 +1,4 @@
-"""Whether the process group is right, and what it makes the GPU do."""
+"""Correctness of the process group, and the work of the GPU in an exchange."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Collective = Callable[[Tensor, dist.ProcessGroup | None], Tensor]
 
 
 def equality(plan: Plan, group: dist.ProcessGroup) -> tuple[int, list[str]]:
-    """How many cases there are, and which of them differ from gloo on any rank. Collective."""
+    """Return the number of cases, and those that differ from gloo on any rank. Collective."""
     mine, cases = [], list(_cases())
     for name, values, collective in cases:
         found, expected = collective(late(values, plan.on_gpu), group), collective(values, None)
@@ -53,9 +53,9 @@ def equality(plan: Plan, group: dist.ProcessGroup) -> tuple[int, list[str]]:
 
 
 def kernels(step: Callable[[], object]) -> tuple[int, str]:
-    """Kernels of one step, and all that the GPU does in it; nothing else may run.
+    """Return the kernels of one step, and all work of the GPU in it; nothing else may run.
 
-    A memset counts, and a copy within the device as well: either may be done by a kernel.
+    A memset counts, and so does a copy within the device, because a kernel may perform either.
     """
     events = _device_events(step)
     shown = ", ".join(f"{count} x {name[:60]}" for name, count in sorted(events.items())) or "nothing"
@@ -63,10 +63,10 @@ def kernels(step: Callable[[], object]) -> tuple[int, str]:
 
 
 def proof(plan: Plan, work: Callable[[], object], name: str, step: Callable[[], int]) -> tuple[int, str]:
-    """``kernels`` of the step.
+    """Return the number of ``kernels`` of the step.
 
     Raises:
-        Skip: the profiler does not see the kernels of ``work``, or no copies of the host transport: it would prove nothing.
+        Skip: the profiler does not see the kernels of ``work``, or no copies of the host transport, so it proves nothing.
     """
     if not plan.on_gpu:
         raise Skip("no CUDA device, so no kernels to count")
@@ -92,13 +92,13 @@ def _cases() -> Iterator[tuple[str, Tensor, Collective]]:
 
 
 def _values(rows: int, dtype: torch.dtype) -> Tensor:
-    """Other numbers on each rank."""
+    """Return different numbers on each rank."""
     numbers = torch.arange(3 * rows).reshape(rows, 3) + 50 * dist.get_rank() + 1
     return (numbers % (2 if dtype == torch.bool else 119)).to(dtype)
 
 
 def late(values: Tensor, on_gpu: bool) -> Tensor:
-    """On the device, written by work that is still queued: a transport that does not wait for it sends zeros."""
+    """Return a tensor on the device that pending work writes; a transport that does not wait for it sends zeros."""
     if not on_gpu:
         return values.clone()
     given, written = torch.zeros_like(values, device="cuda"), values.cuda()

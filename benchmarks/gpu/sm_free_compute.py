@@ -1,4 +1,4 @@
-"""The compute that transfers may slow down: a matrix product, and the attention of HSTU over histories of many lengths."""
+"""Compute that transfers may slow down: a matrix product, and the attention of HSTU over histories of many lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUEUEING = 100_000_000  # cycles, about 50 ms, that the GPU waits while the host
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one piece of work, and when the pieces began and ended, in seconds of ``time.perf_counter``."""
+    """Milliseconds of one piece of work, and start and end of the pieces in seconds of ``time.perf_counter``."""
 
     ms: float
     begin: float
@@ -26,19 +26,19 @@ class Timing(NamedTuple):
 
 
 def works(plan: Plan) -> dict[str, Work]:
-    """Both, by name."""
+    """Return both by name."""
     return {"gemm": gemm(plan), "attention": attention(plan)}
 
 
 def gemm(plan: Plan) -> Work:
-    """A product of two square matrices."""
+    """Return a product of two square matrices."""
     left, right = _random(plan, 2, plan.gemm, plan.gemm)
     product = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=product)
 
 
 def attention(plan: Plan) -> Work:
-    """Forward and backward of the attention, block by block."""
+    """Return forward and backward of the attention, block by block."""
     lengths = histories(plan).reshape(-1, BLOCK)
     blocks = [_block(plan, own) for own in lengths]
 
@@ -50,22 +50,22 @@ def attention(plan: Plan) -> Work:
 
 
 def histories(plan: Plan) -> np.ndarray:
-    """Lengths, lognormal, sorted."""
+    """Return log-normal lengths, sorted."""
     drawn = np.random.RandomState(0).lognormal(np.log(plan.longest / 6), 0.8, plan.histories)
     return np.sort(drawn.clip(1, plan.longest).astype(int))
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, *, longest: int) -> Tensor:
-    """HSTU's causal attention, with SiLU for softmax; all of shape ``[history, head, item, number]``.
+    """Return HSTU's causal attention, with SiLU in place of softmax; all shapes are ``[history, head, item, number]``.
 
-    Padding needs no mask: the keys there are zero, and so is SiLU of zero.
+    Padding needs no mask, because its keys are zero, and SiLU of zero is zero.
     """
     weights = functional.silu(queries @ keys.mT).tril() / longest
     return gates * functional.layer_norm(weights @ values, values.shape[-1:])
 
 
 def timed(work: Work, times: int, stream: torch.cuda.Stream | None) -> Timing:
-    """How long one of ``times`` pieces of work takes on ``stream``, or on the CPU."""
+    """Time each of ``times`` pieces of work on ``stream``, or on the CPU."""
     if stream is None:
         begin = time.perf_counter()
         for _ in range(times):

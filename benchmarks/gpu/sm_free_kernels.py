@@ -1,4 +1,4 @@
-"""A copy by a few thread blocks on streaming multiprocessors: what a collective of NCCL is to the compute beside it."""
+"""A copy by a few thread blocks on streaming multiprocessors, which affects compute as a collective of NCCL does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ extern "C" __global__ void __launch_bounds__(512) sm_copy(const uint4* source, u
 
 
 def sm_copy(ctas: int) -> tuple[str, Launch]:
-    """A kernel of ``ctas`` thread blocks, and the name of the compiler that could build it. It takes int32 of whole MiB.
+    """Return a kernel of ``ctas`` thread blocks, and the name of the compiler that built it. It takes int32 of whole MiB.
 
     Raises:
-        Skip: neither Triton nor NVRTC could.
+        Skip: neither Triton nor NVRTC can build it.
     """
     failures = []
     for compiler, build in (("Triton", _triton), ("NVRTC", _nvrtc)):

@@ -29,7 +29,7 @@ ALONE = {
 
 
 def lane(rank: Rank, plan: Plan, transport: str) -> None:
-    """The package's process group: whether it is right, what it costs the compute, what it makes the GPU do. Collective."""
+    """Measure the package's process group: correctness, slow-down of compute, and work of the GPU. Collective."""
     rank.init_gloo()
     group = rank.make_lane(transport)
     cases, differing = sm_free_checks.equality(plan, group)
@@ -43,7 +43,7 @@ def lane(rank: Rank, plan: Plan, transport: str) -> None:
 
 
 def alone(rank: Rank, plan: Plan, name: str) -> None:
-    """A transfer that one process makes: the other one has nothing to do."""
+    """Measure a transfer that one process makes; the other one is idle."""
     if rank.rank:
         return
     try:
@@ -55,7 +55,7 @@ def alone(rank: Rank, plan: Plan, name: str) -> None:
 
 
 def symmetric(rank: Rank, plan: Plan) -> None:
-    """Copies out of the other process's symmetric memory. Collective."""
+    """Measure copies out of the other process's symmetric memory. Collective."""
     rank.init_gloo()
     step, _alive = _symmetric(plan)
     if rank.rank == 0:
@@ -64,7 +64,7 @@ def symmetric(rank: Rank, plan: Plan) -> None:
 
 
 def turns(plan: Plan, works: dict[str, Callable[[], object]], beside: str, step: Step) -> Figures:
-    """The figures of every compute alone and beside the step; both take turns, and the first round warms up."""
+    """Return the figures of all compute alone and beside the step; both take turns, and the first round warms up."""
     stream = torch.cuda.Stream() if plan.on_gpu else None
     if plan.on_gpu:
         torch.cuda.synchronize()  # what the steps and the works read was written on another stream
@@ -84,7 +84,7 @@ def turns(plan: Plan, works: dict[str, Callable[[], object]], beside: str, step:
 
 
 def make_figures(taken: Taken, rates: Taken) -> Figures:
-    """Medians; a slow-down is against the same round's time alone, ``alone`` against its own median, which shows the noise."""
+    """Return medians; a slow-down is relative to the time alone in its round, and ``alone`` to its median, which is noise."""
     figures: Figures = {f"{start}{beside}_gbps": float(np.median(rate[1:])) for (start, beside), rate in rates.items()}
     for (compute, beside), ms in taken.items():
         slowdown = np.divide(ms, taken[compute, "alone"] if beside != "alone" else np.median(ms[1:]))[1:]
@@ -145,7 +145,7 @@ def _say_kernels(rank: Rank, plan: Plan, work: Callable[[], object], beside: str
 
 
 def _count(plan: Plan, work: Callable[[], object], stream: torch.cuda.Stream | None) -> int:
-    """How many pieces of work fill the window."""
+    """Return the number of pieces of work that fill the window."""
     sm_free_compute.timed(work, 1, stream)
     return max(1, round(1000 * plan.window / sm_free_compute.timed(work, 2, stream).ms))
 

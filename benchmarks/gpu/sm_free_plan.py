@@ -1,4 +1,4 @@
-"""What the benchmark measures, and what it must leave out."""
+"""Plan of the benchmark: sizes, and what it skips."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Plan:
         device: ``"cuda"`` or ``"cpu"``.
         gemm: rows and columns of the matrices.
         histories: sequences of the attention, a multiple of eight.
-        longest: items of the longest.
-        heads: of the attention.
+        longest: items of the longest sequence.
+        heads: heads of the attention.
         dim: numbers per head.
-        nbytes: of a transfer, whole MiB.
+        nbytes: bytes of a transfer, whole MiB.
         ctas: thread blocks of the copy by streaming multiprocessors.
         window: seconds for which the compute runs in a turn.
-        rounds: turns of every variant that count.
+        rounds: counted turns of each variant.
     """
 
     device: str
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is a GPU to measure on."""
+        """True if there is a GPU to measure on."""
         return self.device == "cuda"
 
 
 def of_size(on_gpu: bool, quick: bool) -> Plan:
-    """Sizes that keep a GPU busy, or small ones."""
+    """Return sizes that keep a GPU busy, or small ones."""
     if not on_gpu:
         return Plan("cpu", 192, 16, 128, 2, 32, MIB, CTAS, 0.02, 3)
     if quick:

@@ -18,7 +18,7 @@ AHEAD = 2  # copies that are queued before the host waits for one
 
 
 class Exchanges:
-    """All-to-alls between the two processes; before each, rank 0 tells whether there is another."""
+    """All-to-alls between the two processes; before each, rank 0 announces whether another one follows."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -27,17 +27,17 @@ class Exchanges:
         self._stream = torch.cuda.Stream() if plan.on_gpu else None
 
     def step(self) -> int:
-        """One exchange; the bytes that go to the peer."""
+        """Make one exchange; return the bytes that go to the peer."""
         self._another(True)
         self._exchange()
         return self._outgoing.nbytes // 2
 
     def stop(self) -> None:
-        """Let the peer go."""
+        """Announce to the peer that no exchange follows."""
         self._another(False)
 
     def serve(self) -> None:
-        """The peer's part."""
+        """Take part in exchanges as the peer."""
         while self._another():
             self._exchange()
 
@@ -56,7 +56,7 @@ class Exchanges:
 
 
 def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: int) -> Step:
-    """A step of copies on streams."""
+    """Return a step of copies on streams."""
     pending: deque[list[torch.cuda.Event]] = deque()
 
     def step() -> int:
@@ -74,7 +74,7 @@ def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: in
 
 
 def sm_copying(plan: Plan) -> tuple[Step, str]:
-    """A kernel that copies within the GPU, and which compiler built it."""
+    """Return a kernel that copies within the GPU, and the name of its compiler."""
     compiler, launch = sm_copy(plan.ctas)
     source = torch.zeros(plan.nbytes // 4, dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
@@ -85,7 +85,7 @@ def sm_copying(plan: Plan) -> tuple[Step, str]:
 
 
 def copy_engines(plan: Plan) -> tuple[Step, str]:
-    """Copies to and from the host."""
+    """Return copies to and from the host."""
     pinned = [torch.zeros(plan.nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     down, up = torch.cuda.Stream(), torch.cuda.Stream()  # the two directions have an engine each
@@ -94,7 +94,7 @@ def copy_engines(plan: Plan) -> tuple[Step, str]:
 
 
 def peer_copies(plan: Plan) -> tuple[Step, str]:
-    """Copies to a second GPU."""
+    """Return copies to a second GPU."""
     source = torch.zeros(plan.nbytes, dtype=torch.uint8, device="cuda:0")
     step = queued([(torch.cuda.Stream(), _copy(source, torch.zeros_like(source, device="cuda:1")))], plan.nbytes)
     return step, f"peer access {'is on' if torch.cuda.can_device_access_peer(0, 1) else 'is off: through host memory'}"

@@ -1,4 +1,4 @@
-"""The package's process group between two processes on one device: bytes, rates, and a rank that is killed."""
+"""Package's process group between two processes on one device: bytes, rates, and a killed rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from two_ranks_pair import Rank
 
 MIB = 2**20
 DIES_AFTER = 0.3  # seconds, in which some exchanges go well
-LONGEST = 20.0  # seconds for which exchanges may go well although a rank should be gone
+LONGEST = 20.0  # seconds for which exchanges may succeed although a rank should have ended
 
 
 class Sizes(NamedTuple):
-    """What is sent, and how often.
+    """Sizes and numbers of exchanges.
 
     Attributes:
-        nbytes: what goes to the peer in one exchange, by exchange.
+        nbytes: bytes that go to the peer, by exchange.
         total: bytes that a rate is measured over.
     """
 
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 def of_size(on_gpu: bool, quick: bool) -> Sizes:
-    """Up to what keeps a transport busy for a while, or small ones. One size is a message, one no whole number of chunks."""
+    """Return sizes that keep a transport busy, or small ones. One is a single message, and one is no whole number of chunks."""
     if not on_gpu:
         return Sizes((4096, 2 * MIB + 40), 32 * MIB)
     large = () if quick else (256 * MIB,)
@@ -40,7 +40,7 @@ def of_size(on_gpu: bool, quick: bool) -> Sizes:
 
 
 def lane(rank: Rank, transport: str, sizes: Sizes) -> None:
-    """Compare with gloo at every size; then rank 1 is killed. Collective."""
+    """Compare with gloo at each size; then rank 1 is killed. Collective."""
     rank.init_gloo()
     group = rank.make_lane(transport)
     for nbytes in sizes.nbytes:
@@ -76,7 +76,7 @@ def _compare(rank: Rank, group: dist.ProcessGroup, transport: str, nbytes: int, 
 
 
 def _survive(rank: Rank, group: dist.ProcessGroup | None, transport: str, nbytes: int) -> None:
-    """Rank 1 is killed at some moment of one exchange after the other; rank 0 says how long it took to notice."""
+    """Kill rank 1 during a series of exchanges; rank 0 reports the time until it noticed."""
     values = torch.zeros(2 * nbytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
     if rank.rank:
         Timer(DIES_AFTER, rank.die).start()
@@ -87,18 +87,18 @@ def _survive(rank: Rank, group: dist.ProcessGroup | None, transport: str, nbytes
             _exchange(values, [nbytes] * 2, [nbytes] * 2, group)
             _wait_for_gpu()
             going_well = time.monotonic()
-        except Exception as error:  # whatever torch's and our own groups raise
+        except Exception as error:  # torch's groups and ours raise different types
             noticed = error
     say_death(rank, transport, "process group", time.monotonic() - going_well, noticed)
 
 
 def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: Exception | None) -> None:
-    """What became of the rank that was not killed, ``seconds`` after all had still been well."""
+    """Report the end of the surviving rank, ``seconds`` after the last successful exchange."""
     on = "GPU" if torch.cuda.is_available() else "CPU"
     said = str(noticed).strip().splitlines()[0][:300] if noticed is not None and str(noticed).strip() else repr(noticed)
-    told = said if noticed is None else f"{type(noticed).__name__}: {said}"
+    text = said if noticed is None else f"{type(noticed).__name__}: {said}"
     cells = {"a rank is killed under": under, "transport": transport, "on": on}
-    rank.say(("row", cells | {"timeout s": rank.timeout, "noticed after s": seconds, "error": told}))
+    rank.say(("row", cells | {"timeout s": rank.timeout, "noticed after s": seconds, "error": text}))
     rank.say(("figure", {"name": f"{transport}_{under.replace(' ', '_')}_killed_seconds", "value": seconds}))
     if noticed is None or seconds > rank.timeout + 15:  # what drains a GPU takes seconds of its own
         error = f"no error within the timeout of {rank.timeout:g} s: {said} after {seconds:.1f} s"
@@ -106,10 +106,10 @@ def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: E
 
 
 def _gloo_ms(rank: Rank, values: Tensor, sent: list[int], received: list[int], repeats: int) -> float | str:
-    """Milliseconds of an exchange by gloo, or what it said against one: CUDA tensors may fail on a rank alone. Collective.
+    """Return the milliseconds of an exchange by gloo, or its error: CUDA tensors may fail on one rank alone. Collective.
 
-    It has a group of its own, so that a rank that fails and one that waits for it go on in step; and half the timeout, so that
-    the one that failed is still there when the other comes to agree.
+    It has a separate group, so that a failing rank and a waiting one continue together. Its timeout is half as long, so that
+    the failing rank still exists when the other one compares results.
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=rank.timeout / 2))
     try:

@@ -1,4 +1,4 @@
-"""Two processes on one device: rank 0 tells what it finds as it finds it, rank 1 is its peer and may be killed."""
+"""Two processes on one device: rank 0 reports results as it finds them, and rank 1 is its peer and may be killed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PairFailed(RuntimeError):  # noqa: N818 (says what happened)
 
 @dataclass
 class Rank:
-    """What a process of the pair knows of itself.
+    """The context of a process of the pair.
 
     Attributes:
         rank: 0 or 1.
         timeout: seconds of its process groups.
-        say: hands anything that can be pickled to the caller of :func:`run`; of rank 0 alone.
+        say: sends a picklable object to the caller of :func:`run`; on rank 0 alone.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class Rank:
     say: Callable[[Any], None]
 
     def init_gloo(self) -> None:
-        """Make the default process group, with CUDA in use where there is a GPU. Collective.
+        """Create the default process group, with CUDA in use if there is a GPU. Collective.
 
-        The package's groups ask which GPU the ranks use when they are made; those of two ranks on one GPU stay off NCCL.
+        The package's groups check which GPU the ranks use when they are created; two ranks on one GPU do not use NCCL.
         """
         if torch.cuda.is_available():
             torch.cuda.set_device(0)
         dist.init_process_group("gloo", rank=self.rank, world_size=2, timeout=timedelta(seconds=self.timeout))
 
     def make_lane(self, transport: str) -> dist.ProcessGroup:
-        """The package's process group. Collective."""
+        """Create the package's process group. Collective."""
         import lightning_freescale  # noqa: F401 (registers the backend)
         from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
@@ -63,18 +63,18 @@ class Rank:
         )
 
     def die(self) -> None:
-        """End as a process does whose machine fails: without a word."""
+        """End without any message, as a process does if its machine fails."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: float | None = None) -> Iterator[Any]:
-    """Call ``work(Rank, *args)`` in two new processes, and yield what rank 0 says, when it says it.
+    """Call ``work(Rank, *args)`` in two new processes, and yield the messages of rank 0 as they arrive.
 
-    The processes have the environment that Lightning takes two nodes of one device from; both see the same GPU. That rank 1 is
-    killed is no failure: what rank 0 says of it counts.
+    The processes have the environment of two nodes with one device each, as Lightning reads it. Both see the same GPU. If rank
+    1 is killed, this is no failure, and the messages of rank 0 count.
 
     Args:
-        work: a function of a module; on rank 0 it says what it finds.
+        work: a function of a module; on rank 0 it reports its results.
         *args: for ``work``.
         timeout: seconds after which both are ended.
         group_timeout: seconds of their process groups; None: as ``timeout``.
@@ -88,7 +88,7 @@ def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: fl
 
 
 def lacking(transport: str) -> str:
-    """Why two ranks on this machine's one device cannot take a transport; empty if they should be able to."""
+    """Return the reason why two ranks on this machine's one device cannot use a transport; empty if they should be able to."""
     from lightning_freescale.comm.transports.cuda_driver import import_cuda_bindings
 
     if transport in ("host", "native"):  # torch's own backend of ranks that share a GPU is gloo
@@ -178,7 +178,7 @@ def _reserved_port() -> Generator[int, None, None]:
     """Yield a port that one process may listen on, and that is given to no other program inside the context."""
     with socket.socket() as held:
         # Bound, and not listened on: Linux lets another socket with this option, as torch's stores have it, listen there, and
-        # gives the port to nobody who takes any.
+        # gives the port to no program that asks for any port.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 class Recommender(L.LightningModule):
-    """The mean of a history against the next item; the table is an ``nn.Embedding`` that the strategy shards.
+    """Compares the mean of a history with the next item; the table is an ``nn.Embedding`` that the strategy shards.
 
     With ``softmax``, the next item is predicted among all items, by a product with the table's weight.
     """
@@ -39,7 +39,7 @@ class Recommender(L.LightningModule):
         self._dies = dies
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss; unless it is this rank's turn to die."""
+        """Return the loss, or die if this rank has to."""
         if self._dies is not None and self._dies.rank == 1 and batch_idx == DIES_IN_STEP:
             self._dies.die()
         self.begun = time.monotonic()
@@ -53,7 +53,7 @@ class Recommender(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Its sums are linear, so another order shows as rounding and no more."""
+        """Return SGD: its sums are linear, so another order of summation changes the result by rounding only."""
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
@@ -95,7 +95,7 @@ def _strategy(transport: str, limit: timedelta) -> FreeScaleStrategy:
 
 
 def _fit(rank: Rank, softmax: bool, strategy: DDPStrategy, path: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and unsharded weights; the weights on rank 0 alone."""
+    """Return losses and unsharded weights; the weights on rank 0 alone."""
     L.seed_everything(1)
     module, trainer = Recommender(softmax), _trainer(strategy, path.parent)
     trainer.fit(module, DataLoader(Batches(rank.rank), batch_size=None))

@@ -1,11 +1,11 @@
-"""Unpack what pack.py packed: a folder for PYTHONPATH with TorchRec and FBGEMM, on a machine without a network.
+"""Unpacks an archive of pack.py: a folder for PYTHONPATH with TorchRec and FBGEMM, on a machine without a network.
 
-``python benchmarks/gpu/unpack_site.py site.tar.xz DIR`` needs nothing but Python and takes about a minute. It refuses an
-archive for another Python, torch, CUDA, processor or GPU and compares every file with the archive's checksum. DIR appears when
-all is well and is printed last; where it is there already, from the same archive, it is compared and left.
+``python benchmarks/gpu/unpack_site.py site.tar.xz DIR`` needs Python alone and takes about a minute. It refuses an archive for
+another Python, torch, CUDA, processor or GPU, and compares all files with the archive's checksum. DIR appears after all checks
+pass and is printed last. If it already exists from the same archive, it is compared and kept.
 
-The archive is a tar of ``manifest.json``, then ``host/FILE`` for every file without its GPU code, then ``gpu/FILE`` with the
-GPU code that was kept. The manifest says where each piece lies in its file; between pieces there are zeros.
+The archive is a tar of ``manifest.json``, then ``host/FILE`` for each file without its GPU code, then ``gpu/FILE`` with the
+GPU code that was kept. The manifest gives the position of each piece in its file; there are zeros between pieces.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def unpack(archive: Path, target: Path) -> str:
-    """Make ``target`` of an archive.
+    """Create ``target`` from an archive.
 
     Returns:
-        One line that says what was done.
+        One line that describes the result.
 
     Raises:
         ValueError: The archive is for another machine or damaged, or ``target`` is not what the archive holds.
@@ -74,7 +74,7 @@ def unpack(archive: Path, target: Path) -> str:
 
 
 def refuse_other_machine(manifest: dict[str, Any]) -> None:
-    """Compare what the archive was packed for with this machine.
+    """Compare the target machine of the archive with this machine.
 
     Raises:
         ValueError: They differ.
@@ -101,7 +101,7 @@ def _release(version: str, numbers: int) -> str:
 
 
 def _compute_capabilities() -> list[str]:
-    """Of the GPUs; none where nvidia-smi is missing or finds no GPU, which only the first use of a GPU can tell."""
+    """Return those of the GPUs; empty if nvidia-smi is missing or finds no GPU, which only the first use of a GPU can show."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         print("GPUs not compared with the archive: there is no nvidia-smi", file=sys.stderr)
@@ -130,7 +130,7 @@ def _manifest(members: tarfile.TarFile) -> dict[str, Any]:
 
 
 def _write(members: tarfile.TarFile, manifest: dict[str, Any], folder: Path) -> None:
-    """Every member into the places of its pieces."""
+    """Write each member to the positions of its pieces."""
     files = {file["name"]: file for file in manifest["files"]}
     for member in members:
         if member.name == MANIFEST:
@@ -168,7 +168,7 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     sha = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
