@@ -64,12 +64,12 @@ def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("--data", type=Path, action="append", default=[], help=".npz with offsets, or text: user and items per line (.gz)")
-    add("--families", nargs="+", choices=SYNTHETIC, default=[], help="drawn lengths, too")
+    add("--families", nargs="+", choices=SYNTHETIC, default=[], help="also plan drawn lengths")
     add("--ranks", type=int, nargs="+", default=[8, 64, 256])
-    add("--batches", type=int, default=20, help="global batches")
-    add("--large", action="store_true", help=f"{LARGE} ranks, too, with {' and '.join(QUICK)} of the peers")
-    add("--peers", type=Path, metavar="FOLDER", help="others' published code, as fetch_peers.py has put it there")
-    add("--search", type=float, default=0, metavar="SECONDS", help="look for a better plan where ours is above the bound")
+    add("--batches", type=int, default=20, help="number of global batches")
+    add("--large", action="store_true", help=f"{LARGE} ranks too, with {' and '.join(QUICK)} of the peers")
+    add("--peers", type=Path, metavar="FOLDER", help="folder that fetch_peers.py created")
+    add("--search", type=float, default=0, metavar="SECONDS", help="search for a better plan if ours is above the bound")
     options = parser.parse_args()
     if not (options.data or options.families):
         parser.error("no lengths: pass --data FILE or --families NAME")

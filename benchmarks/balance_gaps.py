@@ -115,7 +115,7 @@ def main() -> None:
     data = dict(read_lengths(path) for path in options.data)
     unknown = [name for name in options.families or [] if name not in data.keys() | SYNTHETIC.keys()]
     if unknown:
-        sys.exit(f"--families {' '.join(unknown)}: choose of {', '.join([*data, *SYNTHETIC])}")
+        sys.exit(f"--families {' '.join(unknown)}: choose from {', '.join([*data, *SYNTHETIC])}")
     results = [_planned(case, data) for case in options.case or _grid(options, data)]
     if options.exact or options.search:
         results = [_compared(result, data, options) for result in results]
@@ -136,27 +136,38 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, action="append", default=[], help="as benchmarks/balance.py takes it; also .csv, a user first")
-    add("--families", nargs="+", metavar="NAME", help=f"some of the data and {', '.join(SYNTHETIC)}; all if not given")
+    add(
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        help="as for balance.py, or .csv with users in the first column",
+    )
+    add("--families", nargs="+", metavar="NAME", help=f"names of data sets, or of {', '.join(SYNTHETIC)} (default: all)")
     add("--ranks", type=int, nargs="+", help=f"default {' '.join(map(str, RANKS))}")
     add("--per-rank", type=int, nargs="+", default=PER_RANK, help=f"default {' '.join(map(str, PER_RANK))}")
     add("--costs", nargs="+", choices=COSTS, default=list(COSTS))
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
-    add("--batches", type=int, help="of each size, default 5")
-    add("--seed", type=int, default=0, help="of the first batch")
+    add("--batches", type=int, help="batches of each size (default: 5)")
+    add("--seed", type=int, default=0, help="seed of the first batch (default: 0)")
     add("--quick", action="store_true", help=f"ranks {' '.join(map(str, QUICK_RANKS))}, {QUICK_BATCHES} batches")
-    add("--worst", type=int, default=0, metavar="N", help="name the N worst of the cases above the limit")
+    add("--worst", type=int, default=0, metavar="N", help="print the N worst cases above the limit")
     add(
         "--exact",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="look for the best plan of the cases above the limit, each this long",
+        help="search for the best plan of each case above the limit for this time",
     )
-    add("--exact-of", choices=["above", "all"], default="above", help="of all cases instead: is any below its lower bound?")
-    add("--exact-samples", type=int, default=256, help="of those with no more samples than this")
-    add("--search", type=float, default=0, metavar="SECONDS", help="look for better ones of those with more, by annealing")
-    add("--case", type=Case.parse, nargs="+", help="these alone, as --worst names them")
+    add(
+        "--exact-of",
+        choices=["above", "all"],
+        default="above",
+        help="cases to search (default: above the limit)",
+    )
+    add("--exact-samples", type=int, default=256, help="largest number of samples for --exact (default: 256)")
+    add("--search", type=float, default=0, metavar="SECONDS", help="search by annealing for better plans of larger cases")
+    add("--case", type=Case.parse, nargs="+", help="plan these cases alone; --worst prints their names")
     options = parser.parse_args()
     options.ranks = options.ranks or (QUICK_RANKS if options.quick else RANKS)
     options.batches = options.batches or (QUICK_BATCHES if options.quick else 5)

@@ -180,7 +180,7 @@ def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:
     worst = off[:, 1:].max(axis=0)
     for name, share in zip(PART_NAMES[1:], worst):
         both = " / ".join(f"{1e3 * each[..., PART_NAMES.index(name)].mean():.1f}" for each in (truth, found))
-        print(f"{name:>16}: injected / found {both} ms; the rank that is furthest off: {share:.2%} of the wall time")
+        print(f"{name:>16}: injected / found {both} ms; largest difference of a rank: {share:.2%} of the wall time")
     print(f"{'wall':>16}: injected / found {1e3 * truth[..., 0].mean():.1f} / {1e3 * wall:.1f} ms")
     imbalance = report.imbalance
     print(f"single steps: 95 % within {np.quantile(single, 0.95):.2%}; {imbalance}")
@@ -208,7 +208,7 @@ def _bytes_per_second(rate: str) -> float:
 def _options() -> Any:
     options = parser(__doc__)
     options.add_argument("--data", choices=["equal", "skewed"], default="skewed", help="lengths of the samples")
-    options.add_argument("--slow", type=int, help="a rank that takes 1.3 times as long")
+    options.add_argument("--slow", type=int, help="the rank that takes 1.3 times as long")
     options.add_argument("--steps", type=int, default=42)
     options.add_argument("--kib", type=int, default=1024, help="bytes that each rank exchanges")
     return options.parse_args()

@@ -43,7 +43,7 @@ def main() -> None:
                 print(f"{setting}, {name}: " + ", ".join(f"{part} {share:.2%}" for part, share in off.items()), flush=True)
                 figures["worst_part"] = max(figures["worst_part"], *off.values())
     if leads:
-        print(f"furthest off: {figures['worst_part']:.2%} of the wall time")
+        print(f"largest difference: {figures['worst_part']:.2%} of the wall time")
     finish_on_all_ranks(figures, options)
 
 
@@ -74,7 +74,7 @@ def _compute(run: Planted, steps: int, world: int) -> np.ndarray:
 def _options() -> Any:
     arguments = parser(__doc__)
     arguments.add_argument("--settings", nargs="+", choices=planted.SETTINGS, default=list(planted.SETTINGS[2:]))
-    arguments.add_argument("--steps", type=int, default=30, help="of a fit, that count (default: 30)")
+    arguments.add_argument("--steps", type=int, default=30, help="counted steps of a fit (default: 30)")
     planted.be_quiet()
     return arguments.parse_args()
 

@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="measured steps (default: 50)")
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the log of the times (default: 0.05)")
-    parser.add_argument("--start", choices=list(START), default="tokens", help="the cost model before (default: tokens)")
+    parser.add_argument("--start", choices=list(START), default="tokens", help="cost model before the fit (default: tokens)")
     parser.add_argument("--all-planned", action="store_true", help="leave no step as drawn")
     parser.add_argument("--measured", metavar="FAMILIES", help="movielens, short, heavy-tail, or several of them")
     parser.add_argument("--rounds", type=int, default=5, help="fits of each variant (default: 5)")
-    parser.add_argument("--epochs", type=int, default=5, help="of each fit; the first does not count (default: 5)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each fit; the first does not count (default: 5)")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     options = parser.parse_args()
     if not options.data and options.measured is None:

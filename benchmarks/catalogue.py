@@ -73,8 +73,8 @@ def main() -> None:
     add = (options := parser(__doc__)).add_argument
     add("--items", type=int, default=200_000)
     add("--dim", type=int, default=64)
-    add("--positions", type=int, default=256, help="of each rank and step (default: 256)")
-    add("--steps", type=int, default=6, help="of a fit (default: 6)")
+    add("--positions", type=int, default=256, help="positions of each rank and step (default: 256)")
+    add("--steps", type=int, default=6, help="steps of a fit (default: 6)")
     add("--rounds", type=int, default=3)
     add("--memory", type=int, metavar="POSITIONS")
     given = options.parse_args()

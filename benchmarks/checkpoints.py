@@ -36,7 +36,7 @@ def main() -> None:
         return
     shard = options.megabytes / options.ranks
     figures: dict[str, float] = {}
-    print(f"a table of {options.megabytes} MB on {options.ranks} ranks, {shard:g} MB each; MB beyond what training has")
+    print(f"a table of {options.megabytes} MB on {options.ranks} ranks, {shard:g} MB each; MB beyond those of training")
     for kind in options.kinds:
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
@@ -70,10 +70,10 @@ def _each(ranks: list[dict[str, float]], name: str) -> str:
 
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=2000, help="of the table")
+    parser.add_argument("--megabytes", type=int, default=2000, help="size of the table (default: 2000)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--folder", type=Path, default=None, help="where to save; default the system's for temporary files")
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the checkpoints (default: a temporary one)")
     parser.add_argument("--rank-options", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -33,9 +33,9 @@ Sample = tuple[float, float, float, float, bool]  # error, uncertainty, round tr
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("--syncs", type=int, default=20, help="measurements in quiet")
+    parser.add_argument("--syncs", type=int, default=20, help="measurements on idle links")
     parser.add_argument("--loaded-syncs", type=int, default=4, help="measurements beside a transfer")
-    parser.add_argument("--loaded-rounds", type=int, default=10, help="round trips of each; a loaded link is slow")
+    parser.add_argument("--loaded-rounds", type=int, default=10, help="round trips of each measurement beside a transfer")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--collectives", type=int, default=10_000, help="on all lanes together (default: 10000)")
+    parser.add_argument("--collectives", type=int, default=10_000, help="collectives on all lanes together (default: 10000)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.ranks < 1 or options.collectives < 1:

@@ -70,7 +70,7 @@ def _scores(model: str, recipe: Recipe, options: argparse.Namespace) -> dict[str
             print(f"{model}, {way}: {name} {mean:.4f} +- {deviation:.4f}")
         apart, paired = (figures[f"{model}_{name}_difference{ending}"] for ending in ("", "_deviation"))
         units = figures[f"{model}_{name}_difference_in_deviations"]
-        print(f"{model}: {name} differs by {apart:+.4f}, seed by seed +- {paired:.4f}; {units:.2f} deviations", flush=True)
+        print(f"{model}: {name} differs by {apart:+.4f}, per seed +- {paired:.4f}; {units:.2f} deviations", flush=True)
     return figures
 
 
@@ -127,11 +127,11 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--data", type=Path, help="an .npz of histories (default: ml-latest-small)")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="two or more")
-    parser.add_argument("--steps", type=int, default=200, help="of the loss curves; 0 for none (default: 200)")
-    parser.add_argument("--epochs", type=int, help="0 for the loss curves alone")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="two or more seeds")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the loss curves; 0 for none (default: 200)")
+    parser.add_argument("--epochs", type=int, help="epochs of each training; 0 for the loss curves alone")
     parser.add_argument("--samples", type=int, help="histories per rank and step")
-    parser.add_argument("--max-length", type=int, help="of a history")
+    parser.add_argument("--max-length", type=int, help="largest number of items of a history")
     options = parser.parse_args(words)
     if len(set(options.seeds)) < 2 and options.epochs != 0:
         parser.error(f"--seeds {options.seeds}: one run has no standard deviation, give two different ones or more")

@@ -104,7 +104,7 @@ def executed_lines(tests: Iterable[str]) -> dict[str, set[int]]:
             measured.stop()
             measured.save()
         if failed:
-            sys.exit("tests have failed: nothing was counted")
+            sys.exit("tests failed, so no lines were counted")
         together = coverage.CoverageData(data_file)
         for path in Path(folder).glob("data.*"):
             part = coverage.CoverageData(str(path))

@@ -21,7 +21,7 @@ PARTS = ("data_wait", "straggler_wait", "transfer", "host_overhead")
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=6, help="of each run (default: 6)")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs of each run (default: 6)")
     options = parser.parse_args()
     with TemporaryDirectory() as out:
         subprocess.run([sys.executable, DEMO, "--epochs", str(options.epochs), "--out", out], check=True)

@@ -263,7 +263,7 @@ def _show(figures: dict[str, float], options: Any) -> None:
         print(f"auto chose {' and '.join(chosen)}; a typical step takes {ratio:.3f} of that of the best fixed number")
     if "autopilot_over_best" in figures:
         ratio = figures["autopilot_over_best"]
-        print(f"where the autopilot ends, a typical step takes {ratio:.3f} of that of the best fixed settings")
+        print(f"with the autopilot's settings, a typical step takes {ratio:.3f} of that of the best fixed settings")
 
 
 def _options() -> Any:
@@ -274,10 +274,15 @@ def _options() -> Any:
     add("--batch", type=int, default=32, help="histories per rank and step (default: 32)")
     add("--rows", type=int, default=5_000_000)
     add("--dim", type=int, default=64)
-    add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
-    add("--steps", type=int, default=16, help="of a fit (default: 16)")
+    add(
+        "--weights-share",
+        type=float,
+        default=0.15,
+        help="share of compute that a split backward does last (default: 0.15)",
+    )
+    add("--steps", type=int, default=16, help="steps of a fit (default: 16)")
     add("--rounds", type=int, default=2)
-    add("--profile", type=Path, metavar="FOLDER", help="profile every variant; reports, traces and a page go there")
+    add("--profile", type=Path, metavar="FOLDER", help="profile all variants, and write reports, traces and a page there")
     options = arguments.parse_args()
     planted.be_quiet()
     overlap_variants.weights_share = options.weights_share

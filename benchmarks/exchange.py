@@ -47,7 +47,7 @@ def main() -> None:
     parts = {"exchange": _exchange, "overlap": _overlap, "lanes": _lanes, "latency": _latency}
     parser = harness.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--mbytes", type=float, help="per rank (default: what the link moves in 0.5 s)")
+    parser.add_argument("--mbytes", type=float, help="megabytes per rank (default: those that the link sends in 0.5 s)")
     parser.add_argument("--late-ms", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--low-chunk", type=int, default=32 * 1024, help="chunk_bytes of the low lane (default: 32768)")

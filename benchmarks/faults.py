@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not found or not options.keep:
                 shutil.rmtree(folder / f"run{number}")
     finally:
-        print(f"what runs have left is in {folder}") if options.keep else shutil.rmtree(folder)
+        print(f"the files of the runs are in {folder}") if options.keep else shutil.rmtree(folder)
     ways = ("resumed", "went_on", "refused", "failed")
     figures = {name: float(counts[name]) for name in ("runs", *DEFECTS, *ways)} | {"slowest_seconds": slowest}
     print(", ".join(f"{name} {figures[name]:.0f}" for name in ("runs", *DEFECTS)))
@@ -95,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--runs", type=int, help="how many (default: each kind twice)")
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--runs", type=int, help="number of runs (default: each kind twice)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"kinds of failure: {', '.join(KINDS)} (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after that time")
     parser.add_argument(
         "--grace", type=float, default=30.0, help="seconds beyond the timeout that a rank may take (default: 30)"
     )
-    parser.add_argument("--keep", action="store_true", help="keep what the ranks of runs with a defect have printed and saved")
+    parser.add_argument("--keep", action="store_true", help="keep the output and files of runs with a defect")
     parser.add_argument("--self-test", action="store_true", help="run trainings with a defect, which must be found")
     options = parser.parse_args(arguments)
     known = CONTROLS if options.self_test else KINDS
@@ -176,7 +176,7 @@ def _reference(ranks: int, folder: Path) -> list[str]:
     ends = _attempt(case, None, place, None, grace=0.0).ends
     shutil.rmtree(place)
     if errors := [end.error for end in ends if end.result is None]:
-        raise RuntimeError(f"without any fault {ranks} ranks ended with {errors}")
+        raise RuntimeError(f"{ranks} ranks without a fault ended with {errors}")
     return [end.result["digest"] for end in ends if end.result is not None]
 
 

@@ -41,16 +41,16 @@ TRANSFORMERS = "transformers==5.23.0"
 def main(arguments: list[str] | None = None) -> None:
     """Fetch all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to, outside the project")
+    parser.add_argument("folder", type=Path, help="folder to create, outside of the repository")
     parser.add_argument(
         "--from",
         action="append",
         default=[],
         dest="clones",
         metavar="NAME=PATH",
-        help=f"take a clone or bare repository instead of GitHub's, for {' or '.join(SOURCES)}",
+        help=f"use a local clone or bare repository for {' or '.join(SOURCES)}",
     )
-    parser.add_argument("--no-transformers", action="store_true", help="do not install Hugging Face's")
+    parser.add_argument("--no-transformers", action="store_true", help="do not install Hugging Face transformers")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     if folder.is_relative_to(Path(__file__).resolve().parents[1]):

@@ -28,9 +28,9 @@ _COMPARE = {"<=": operator.le, ">=": operator.ge}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the two flags."""
     result = argparse.ArgumentParser(description=description)
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures and where they were measured to FILE")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures, machine and versions to FILE")
     result.add_argument(
-        "--require", action="append", default=[], metavar="NAME<=VALUE", help="exit with 1 if a figure falls short; also >="
+        "--require", action="append", default=[], metavar="NAME<=VALUE", help="exit with 1 if a figure is out of range; also >="
     )
     return result
 
@@ -42,7 +42,7 @@ def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     missed = [demand for demand in options.require if not _holds(demand, figures)]
     for demand in missed:
-        print(f"falls short: {demand}", file=sys.stderr)
+        print(f"out of range: {demand}", file=sys.stderr)
     if missed:
         sys.exit(1)
 

@@ -143,8 +143,8 @@ def _show(figures: dict[str, float], options: Any) -> None:
     )
     if "limit" in figures:
         waits = ", ".join(f"{part.replace('_', ' ')} {figures[f'plain_{part}']:.1%}" for part in PARTS[:4])
-        print(f"what can be gained: plain's bubble b is {figures['plain_bubble']:.1%} ({waits}),")
-        print(f"so no more than 1 / (1 - b) = {figures['limit']:.2f}x")
+        print(f"the bubble of plain,  b is {figures['plain_bubble']:.1%} ({waits}),")
+        print(f"so the speed-up is at most 1 / (1 - b) = {figures['limit']:.2f}x")
     print(f"{'':<11}" + "".join(f"{name:>{_WIDTHS.get(name, 11)}}" for name in _HEAD))
     for name in options.rungs:
         print(_row(name, figures))
@@ -204,10 +204,15 @@ def read_options(words: Sequence[str] | None = None) -> Any:
     add("--data", type=Path, help="lengths, see lengths.py (default: those of ml-latest-small)")
     add("--compute-ms", type=float, default=240.0, help="sleep of a mean step (default: 240)")
     add("--rows", type=int, default=5_000_000)
-    add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
-    add("--steps", type=int, default=16, help="of a fit that count (default: 16)")
+    add(
+        "--weights-share",
+        type=float,
+        default=0.15,
+        help="share of compute that a split backward does last (default: 0.15)",
+    )
+    add("--steps", type=int, default=16, help="counted steps of a fit (default: 16)")
     add("--rounds", type=int, default=2)
-    add("--plot", type=Path, metavar="FILE", help="a picture of where the time goes")
+    add("--plot", type=Path, metavar="FILE", help="write a picture of the parts of a step")
     options = arguments.parse_args(words)
     planted.be_quiet()
     overlap_variants.weights_share = options.weights_share

@@ -59,7 +59,7 @@ def main() -> None:
     add = (options := parser(__doc__)).add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--compute-ms", type=float, default=0.0)
-    add("--steps", type=int, default=40, help="of an epoch (default: 40)")
+    add("--steps", type=int, default=40, help="steps of an epoch (default: 40)")
     add("--rounds", type=int, default=5)
     given = options.parse_args()
     torch.set_num_threads(1)

@@ -66,12 +66,12 @@ def available() -> str | None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--check", action="store_true", help="only say whether this machine can")
+    add("--check", action="store_true", help="only test whether this machine supports netlab")
     add("--hosts", type=int, default=2)
     add("--ranks-per-host", type=int, default=1)
-    add("--rate", default="200mbit", help="of every card in each direction, as tc writes it, or 'none'")
-    add("--burst", default="64kb", help="of tc's tbf")
-    add("--queue", default="16mb", help="of tc's tbf; so deep that nothing is dropped")
+    add("--rate", default="200mbit", help="rate of each card in each direction in the notation of tc, or 'none'")
+    add("--burst", default="64kb", help="burst of tc's tbf")
+    add("--queue", default="16mb", help="queue of tc's tbf, deep enough to drop nothing")
     add("--congestion", default="reno", help="TCP's congestion control; '' for the kernel's, which a namespace may refuse")
     add("--port", type=int, default=29511, help="MASTER_PORT")
     add("--timeout", type=float, default=300, help="seconds")

@@ -69,10 +69,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     add("--compute-ms", type=float, default=240.0, help="sleep of a step (default: 240)")
     add("--batch", type=int, help="histories per rank and step (default: 32, or 64 in the hard regime)")
-    add("--rows", type=int, default=5_000_000, help="of the table, in the production regime (default: 5 million)")
-    add("--dim", type=int, default=64, help="of an embedding (default: 64)")
-    add("--weights-share", type=float, default=0.15, help="of compute, what a split backward has last (default: 0.15)")
-    add("--steps", type=int, default=16, help="of a round (default: 16)")
+    add("--rows", type=int, default=5_000_000, help="rows of the table in the production regime (default: 5 million)")
+    add("--dim", type=int, default=64, help="width of an embedding (default: 64)")
+    add(
+        "--weights-share",
+        type=float,
+        default=0.15,
+        help="share of compute that a split backward does last (default: 0.15)",
+    )
+    add("--steps", type=int, default=16, help="steps of a round (default: 16)")
     add("--rounds", type=int, default=3)
     add("--shift-at", type=int, help="step of a round from which other items are popular, in the production regime")
     options = parser.parse_args(arguments)

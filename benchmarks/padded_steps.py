@@ -41,14 +41,14 @@ DIM, LAYERS, SKIPPED = 64, 2, 10
 def main() -> None:
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--data", required=True, help="a data set whose lengths are taken, see lengths.py")
-    add("--users", type=int, default=4000, help="histories drawn of it (default: 4000)")
+    add("--data", required=True, help="data set with the lengths, see lengths.py")
+    add("--users", type=int, default=4000, help="histories drawn from it (default: 4000)")
     add("--items", type=int, default=4000, help="rows of the table (default: 4000)")
     add("--max-length", type=int, default=200)
     add("--batch-size", type=int, default=32, help="samples per rank and step (default: 32)")
     add("--ranks", type=int, default=2)
     add("--micro-batches", type=int, nargs="+", default=[1, 2, 4])
-    add("--steps", type=int, default=40, help="of a fit (default: 40)")
+    add("--steps", type=int, default=40, help="steps of a fit (default: 40)")
     add("--rounds", type=int, default=5)
     options = parser.parse_args()
     name, known = read_lengths(options.data)

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--peer-bytes", type=int, default=PEER_BYTES, help="memory for chunks (default: the lane's)")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of a transfer (default: 200)")
     parser.add_argument("--runs", type=int, default=15, help="number of runs; the fastest counts (default: 15)")
-    parser.add_argument("--gigabytes-per-second", type=float, default=400.0, help="of a GPU's NVLinks (default: 400)")
+    parser.add_argument("--gigabytes-per-second", type=float, default=400.0, help="rate of a GPU's NVLinks (default: 400)")
     options = parser.parse_args()
     torch.cuda.device = lambda device: nullcontext()
     torch.cuda.ExternalStream = _Stream

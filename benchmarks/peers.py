@@ -41,7 +41,7 @@ def load_peers(folder: Path) -> dict[str, Peer]:
         "nvidia_free": lambda lengths, costs, ranks: nvidia.karmarkar_karp(costs, ranks, equal_size=False),
     }
     if sampler is None:
-        print(f"without Hugging Face's: transformers is not installed, and not in {folder / 'site'}")
+        print(f"skipped Hugging Face's method: transformers is neither installed nor in {folder / 'site'}")
         return peers
     # every rank of the sampler computes the groups of all, and yields its own
     return peers | {
@@ -54,7 +54,7 @@ def load_peers(folder: Path) -> dict[str, Peer]:
 def rank_of_sample(parts: Sequence[Sequence[int]], samples: int) -> NDArray[np.int64]:
     """Return a method's result as a plan, shape ``[samples]``; raise ValueError if a sample is in none or in several."""
     if sorted(sample for part in parts for sample in part) != list(range(samples)):
-        raise ValueError(f"a peer's parts are no partition of {samples} samples: {parts!r:.200}")
+        raise ValueError(f"the parts of a method are no partition of {samples} samples: {parts!r:.200}")
     plan = np.empty(samples, dtype=np.int64)
     for rank, part in enumerate(parts):
         plan[list(part)] = rank

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=32, help="steps of a prediction (default: 32)")
-    parser.add_argument("--epochs", type=int, default=8, help="that it is held against (default: 8)")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs to compare with (default: 8)")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     print(f"{'data':<10}{'ranks':>6}{'steps/epoch':>12}  as drawn: predicted, epochs   balanced: predicted, epochs   off by")

@@ -38,7 +38,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=2, help="of 50 steps, per round")
+    parser.add_argument("--windows", type=int, default=2, help="windows of 50 steps per round (default: 2)")
     parser.add_argument("--exchanges", type=int, default=6, help="all-to-alls per step")
     options = parser.parse_args()
     results = run_distributed(_rounds, options.ranks, options, timeout=1200)

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after that time")
-    parser.add_argument("--micro-batches", action="store_true", help="sharded, with the steps in 2 to 4 of them")
+    parser.add_argument("--micro-batches", action="store_true", help="train sharded with 2 to 4 micro-batches per step")
     parser.add_argument("--two-level", action="store_true", help="4 ranks on 2 nodes, sharded with exchange='two_level'")
     options = parser.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):

@@ -38,7 +38,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--different", type=int, default=50, help="steps that are drawn (default: 50)")
+    parser.add_argument("--different", type=int, default=50, help="number of different steps (default: 50)")
     options = parser.parse_args()
     drawn = draw_steps(options.different, options.ranks)
     history = fill_history(drawn, options.steps)

@@ -45,13 +45,13 @@ _HEADERS = 0.993
 def main() -> None:
     """Predict the runs of all files, the fewest ranks first."""
     arguments = harness.parser(__doc__)
-    arguments.add_argument("results", type=Path, nargs="+", help="as benchmarks/ladder.py --json writes them")
-    arguments.add_argument("--data", type=Path, help="the ladder's lengths, where they are not those of ml-latest-small")
+    arguments.add_argument("results", type=Path, nargs="+", help="result files of benchmarks/ladder.py")
+    arguments.add_argument("--data", type=Path, help="the ladder's lengths (default: those of ml-latest-small)")
     options = arguments.parse_args()
     runs = sorted((_Run(path, options.data) for path in options.results), key=lambda run: run.ranks)
     host, latency = runs[0].calibrated()
     print(
-        f"calibrated at {runs[0].ranks} ranks: host work {1e3 * host:.1f} ms, an exchange {1e3 * latency:.1f} ms and its bytes"
+        f"calibrated at {runs[0].ranks} ranks: host work {1e3 * host:.1f} ms, an exchange {1e3 * latency:.1f} ms plus its bytes"
     )
     figures: dict[str, float] = {}
     for run in runs:

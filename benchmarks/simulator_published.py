@@ -76,7 +76,7 @@ def _nvidia() -> dict[str, float]:
     drawn, theirs = (through[name] / 1e12 for name in ("drawn", "theirs"))
     gain, ours = (figures[f"nvidia_{name}_gain"] for name in ("balancer", "our"))
     print(f"TFLOPS per GPU: predicted {drawn:.1f} as drawn, published 75.6; with their balancer {theirs:.1f}, published 115.8")
-    print(f"so the gain of their balancer is predicted to be {gain:.2f}, published 1.53; ours would bring {ours:.2f}")
+    print(f"gain of their balancer: predicted {gain:.2f}, published 1.53; predicted gain of ours: {ours:.2f}")
     return figures
 
 

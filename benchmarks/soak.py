@@ -94,7 +94,7 @@ class Notes(L.Callback):
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--every", type=int, default=1000, help="steps between two notes; after the first, memory is to stay")
+    parser.add_argument("--every", type=int, default=1000, help="steps between two notes (default: 1000)")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     print("step", *NAMES)

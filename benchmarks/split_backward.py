@@ -129,8 +129,8 @@ def _step(
 def _options() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--dim", type=int, default=128, help="of rows and blocks (default: 128)")
-    parser.add_argument("--batch", type=int, default=32, help="histories (default: 32)")
+    parser.add_argument("--dim", type=int, default=128, help="width of rows and blocks (default: 128)")
+    parser.add_argument("--batch", type=int, default=32, help="histories of a batch (default: 32)")
     parser.add_argument("--rounds", type=int, default=9, help="batches (default: 9)")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -34,10 +34,10 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=4)
     parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the table (default: 5 million)")
-    parser.add_argument("--dim", type=int, default=64, help="of an embedding (default: 64)")
+    parser.add_argument("--dim", type=int, default=64, help="width of an embedding (default: 64)")
     parser.add_argument("--batch", type=int, default=32, help="histories per rank and step (default: 32)")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--hot", type=float, default=0.5, help="share of all accesses that hot rows make up (default: 0.5)")
+    parser.add_argument("--hot", type=float, default=0.5, help="share of hot rows in all accesses (default: 0.5)")
     options = parser.parse_args()
     ranks = options.nodes * options.ranks_per_node
     hot = _hot_ids(options, ranks)

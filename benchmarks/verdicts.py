@@ -45,7 +45,7 @@ def main() -> None:
                 right += _is_right(setting, cause, run, document)
     figures = {"cases": float(cases), "right": float(right), "wrong": float(cases - right)}
     if leads:
-        print(f"{right} of {cases} right")
+        print(f"{right} of {cases} verdicts are correct")
     finish_on_all_ranks(figures, options)
 
 
@@ -64,7 +64,7 @@ def _is_right(setting: str, cause: str, run: Planted, document: dict[str, Any]) 
 def _options() -> Any:
     arguments = parser(__doc__)
     arguments.add_argument("--settings", nargs="+", choices=planted.SETTINGS, default=list(planted.SETTINGS[:3]))
-    arguments.add_argument("--steps", type=int, default=24, help="of a fit, that count (default: 24)")
+    arguments.add_argument("--steps", type=int, default=24, help="counted steps of a fit (default: 24)")
     planted.be_quiet()
     return arguments.parse_args()
 

@@ -123,7 +123,7 @@ def _figures(slow: list[dict[str, Any]], fast: list[dict[str, Any]]) -> dict[str
         "within_5_percent": float(sum(each <= 0.05 for each in off)),
         "worst": max(off),
     }
-    print(f"{figures['within_5_percent']:.0f} of {len(off)} within 5 %, the worst {max(off):.1%}")
+    print(f"{figures['within_5_percent']:.0f} of {len(off)} within 5 %; the largest difference is {max(off):.1%}")
     return figures
 
 
@@ -135,11 +135,11 @@ def _options() -> Any:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--ranks", type=int, default=4)
-    add("--rate", default="50mbit", help="of the slow link (default: 50mbit)")
+    add("--rate", default="50mbit", help="rate of the slow link (default: 50mbit)")
     add("--settings", nargs="+", help="default: all")
-    add("--steps", type=int, default=24, help="of a fit, that count; half where only the loader is slow (default: 24)")
+    add("--steps", type=int, default=24, help="counted steps of a fit; half of them if only the loader is slow (default: 24)")
     add("--rounds", type=int, default=2)
-    add("--rank-of", type=Path, metavar="FILE", help="this is one rank, whose reports go to FILE")
+    add("--rank-of", type=Path, metavar="FILE", help="run one rank, and write its reports to FILE")
     return arguments.parse_args()
 
 

@@ -76,10 +76,10 @@ def _options() -> Any:
     add("--cost", choices=COSTS, default="L2")
     add("--window", type=int, default=4, help="micro-batches of an optimizer step")
     add("--ranks", type=int, nargs="+", default=[4, 16, 64])
-    add("--windows", type=int, default=20, help="how many are drawn")
+    add("--windows", type=int, default=20, help="number of drawn windows (default: 20)")
     add("--measure", action="store_true")
-    add("--steps", type=int, default=12, help="optimizer steps of each fit that is measured")
-    add("--compute-ms", type=float, default=240, help="of a mean micro-batch")
+    add("--steps", type=int, default=12, help="optimizer steps of each measured fit (default: 12)")
+    add("--compute-ms", type=float, default=240, help="sleep of a mean micro-batch (default: 240)")
     return parser.parse_args()
 
 

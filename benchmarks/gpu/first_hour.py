@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None, scripts: Path = HERE) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         summary.cut_off(f"stopped by {stopped}")
-        print(f"stopped by {stopped}: {options.out / 'summary.md'} holds what was known by then", file=sys.stderr)
+        print(f"stopped by {stopped}: {options.out / 'summary.md'} contains the results so far", file=sys.stderr)
         sys.exit(128 + stopped.number)
-    print(f"\n{summary.overview()}\n{options.out / 'summary.md'} has it all", flush=True)
+    print(f"\n{summary.overview()}\n{options.out / 'summary.md'} contains all results", flush=True)
     harness.finish(summary.figures(), options)
     sys.exit(0 if summary.all_well else 1)
 
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("first_hour"), metavar="DIR", help="folder of all files (default: first_hour)")
     add("--parts", default=",".join(PARTS), metavar="A,B", help=f"the parts to run (default: {','.join(PARTS)})")
     add("--quick", action="store_true", help="small sizes and few repeats")
-    add("--site", type=Path, metavar="ARCHIVE", help="packages for the parts, as benchmarks/gpu/pack.py packs them")
+    add("--site", type=Path, metavar="ARCHIVE", help="archive of benchmarks/gpu/pack.py with packages for the parts")
     add("--limit-minutes", type=float, default=15.0, metavar="N", help="time limit of the whole command (default: 15)")
     options = parser.parse_args(arguments)
     asked = options.parts.split(",")

@@ -59,7 +59,7 @@ def load() -> None:
                 raise
             raise Skip(f"{error.name} is not installed") from error
     if torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, "CUDA"):
-        raise Skip("fbgemm_gpu has no CUDA kernels, and there is a GPU: install fbgemm-gpu, and not fbgemm-gpu-cpu")
+        raise Skip("fbgemm_gpu has no CUDA kernels: install fbgemm-gpu instead of fbgemm-gpu-cpu")
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def one_rank() -> Iterator[torch.device]:
     quiet()
     if dist.is_initialized():
         if dist.get_world_size() != 1:
-            raise RuntimeError(f"the process group has {dist.get_world_size()} ranks: run the parts in a process of their own")
+            raise RuntimeError(f"the process group has {dist.get_world_size()} ranks: run each part in a separate process")
         yield device
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it, and reads it once

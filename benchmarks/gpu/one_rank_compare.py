@@ -37,7 +37,7 @@ def judge(report: Report, what: str, reference: str, run: Run, expected: Run, to
         ok=ok,
     )
     if not moved:
-        report.fail(what, "the loss does not move, so equality means nothing")
+        report.fail(what, "the loss does not change, so equality proves nothing")
     elif not ok:
         tensors = f"weights and states by up to {largest:.3g}, {mean:.3g} in the mean"
         report.fail(what, f"from {reference} losses differ by {losses:.3g}, {tensors}")

@@ -60,7 +60,7 @@ def fit(module: Any, data: list[Batch], steps: Steps, device: torch.device, over
         callbacks=[measured, *callbacks],
     )
     if len(data) != steps.total:
-        raise ValueError(f"{len(data)} batches for {steps.total} steps: give as many")
+        raise ValueError(f"{len(data)} batches for {steps.total} steps: pass one batch per step")
     fitting.fit(module, Loader(data))
     return measured.found
 

@@ -109,7 +109,7 @@ def read(events: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Trace
     slices = [event for event in events if event.get("ph") == "X"]
     marks = sorted(event["ts"] for event in slices if event["name"] == MARK and event["cat"] == "user_annotation")
     if len(marks) < 2:
-        raise ValueError(f"the trace has {len(marks)} marks {MARK!r}: mark the begin and the end of every step")
+        raise ValueError(f"the trace has {len(marks)} marks {MARK!r}: mark the start and the end of each step")
     begin, end, steps = marks[0], marks[-1], len(marks) - 1
     on_gpu = [event for event in slices if event["cat"] in _ON_GPU]
     kernels = sum(event["cat"] == "kernel" and begin <= event["ts"] < end for event in on_gpu)

@@ -115,14 +115,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--torch", required=True, help="torch on the GPU machine, such as 2.11.0")
+    add("--torch", required=True, help="version of torch on the GPU machine, such as 2.11.0")
     add("--cuda", required=True, help="the CUDA that torch was built with (torch.version.cuda), such as 13.0")
-    add("--python", required=True, help="Python there, such as 3.12")
+    add("--python", required=True, help="version of Python on the GPU machine, such as 3.12")
     add("--arch", type=int, required=True, help="compute capability of its GPU without the dot: 90 for H100 and H200")
     add("--out", type=Path, required=True, metavar="ARCHIVE", help="archive to write; ends with .tar.xz")
-    add("--wheels", type=Path, metavar="DIR", help="wheels are taken from here; what is missing is downloaded to it")
-    add("--limit-mib", type=float, default=64.0, metavar="N", help="the largest archive that can be carried (default: 64)")
-    add("--with", dest="also", action="append", default=[], metavar="NAME==VERSION", help="one more package, without its needs")
+    add("--wheels", type=Path, metavar="DIR", help="folder of wheels; missing ones are downloaded to it")
+    add("--limit-mib", type=float, default=64.0, metavar="N", help="largest allowed size of the archive (default: 64)")
+    add(
+        "--with",
+        dest="also",
+        action="append",
+        default=[],
+        metavar="NAME==VERSION",
+        help="another package, without dependencies",
+    )
     options = parser.parse_args(arguments)
     if _minor(options.torch) not in RELEASES:
         known = ", ".join(RELEASES)
@@ -218,7 +225,7 @@ def prune_all(names: list[str], site: Path, arch: int) -> list[Packed]:
         lost = sum(image.end - image.start for image in zeroed)
         files.append(Packed(name, path, size, sum(length for _, length in gpu), lost, {"host": host, "gpu": gpu}))
     if not any(file.kept for file in files):
-        raise ValueError(f"no library has GPU code for sm_{arch}: these wheels are for machines without a GPU")
+        raise ValueError(f"no library has GPU code for sm_{arch}, so these wheels are for machines without a GPU")
     return files
 
 
@@ -322,7 +329,7 @@ class _Streams:
         self._raw.write(data)
         self.written += len(data)
         if self.written > self._limit_mib * 2**20:
-            raise ValueError(f"the archive is larger than --limit-mib {self._limit_mib:g}: allow more, or leave out a --with")
+            raise ValueError(f"the archive is larger than --limit-mib {self._limit_mib:g}: raise the limit, or remove a --with")
 
 
 class _Pieces:

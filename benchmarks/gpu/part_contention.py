@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("sm_copy", "copy_engine"):
         _alone(report, plan, name)
     if (devices := torch.cuda.device_count()) < 2:  # two processes would be made only to find that
-        report.skip("peer_copy", f"a copy between devices needs two of them, and torch sees {devices}")
+        report.skip("peer_copy", f"a copy between devices needs two devices, but torch sees {devices}")
     else:
         _alone(report, plan, "peer_copy")
     if plan.on_gpu:
         report.take("symm_mem", two_ranks_pair.run(sm_free_measure.symmetric, plan, timeout=SECONDS))
     else:
-        report.skip("symm_mem", "symmetric memory is on CUDA devices only, and there is none")
+        report.skip("symm_mem", "symmetric memory requires a CUDA device")
     _lane(report, plan, "peer")  # last: the one of them that could take the GPU from all others
     report.skip("nccl", NO_NCCL if plan.on_gpu else "no CUDA device")
     report.end()

@@ -111,7 +111,7 @@ def foreseen(report: Report, variant: str, found: Fit) -> None:
     """Record a failure if the ids were predicted in ``inline``, or were not in ``overlap``."""
     expected = {"plain": found.predicted is None, "overlap": (found.predicted or 0) > 0.5, "inline": found.predicted == 0}
     if not expected[variant]:
-        report.fail(variant, f"the share of lookups whose ids were known ahead is {found.predicted}: this is another way")
+        report.fail(variant, f"the share of lookups whose ids were known ahead is {found.predicted}, not that of this variant")
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ class _Trials:
         fitting.fit(module, Batches(self.batches()), validation, ckpt_path=ckpt_path, weights_only=False)
         overlapped = fitting.strategy.overlap_report
         if case.options.get("overlap") != "torchrec" and (overlapped is None or overlapped.unpredicted_lookups >= 1):
-            raise RuntimeError(f"{case.name}: no exchange was overlapped, so this compares nothing of it")
+            raise RuntimeError(f"{case.name}: no exchange was overlapped, so the comparison proves nothing")
         with TemporaryDirectory() as folder:
             path = kept or Path(folder) / "end.ckpt"
             fitting.save_checkpoint(path)
@@ -191,7 +191,7 @@ _WANTED: dict[str, bool | None] = {"a race made on purpose": True, "plain TorchR
 def sanitize(report: Report, trials: _Trials) -> None:
     """Count unordered accesses of a deliberate race, of plain TorchRec and of the engine. Slow, so it runs last."""
     if trials.device.type != "cuda":
-        report.skip("sanitizer", "no CUDA device, so no streams to put in order")
+        report.skip("sanitizer", "no CUDA device, so there are no streams to order")
         return
     from one_rank_sanitizer import race
 

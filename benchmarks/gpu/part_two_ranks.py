@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             had.append(transport)
     measure(report, had, sizes, on_gpu, deadline)
-    report.skip("two-level", "it is for several hosts")
+    report.skip("two-level", "it requires several hosts")
     report.end()
 
 
@@ -70,9 +70,9 @@ def measure(report: hour_report.Report, had: list[str], sizes: two_ranks_lanes.S
         elif place == 0:
             _train_by(report, transport, min(TRAINING + LOADING, left))
         elif not on_gpu:
-            report.skip(under, "no CUDA device, and one transport is enough to see that the part itself works")
+            report.skip(under, "no CUDA device; one transport is enough to test the part")
         elif left < TRAINING + later:
-            report.skip(under, f"{left:.0f} s were left; it may take {TRAINING:g}, and later transports {later:g}")
+            report.skip(under, f"only {left:.0f} s were left: it may take {TRAINING:g} s, and later transports {later:g} s")
         else:
             _train_by(report, transport, TRAINING)
 

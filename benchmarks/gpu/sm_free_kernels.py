@@ -60,4 +60,4 @@ def _try(launch: Launch) -> None:
     target = torch.zeros_like(source)
     launch(source, target, 2)
     if not torch.equal(source, target):
-        raise RuntimeError("the kernel ran, but did not copy")
+        raise RuntimeError("the kernel ran but did not copy")

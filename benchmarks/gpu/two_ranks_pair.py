@@ -123,7 +123,7 @@ def _listen(ends: dict[Connection, int], processes: list[Any], timeout: float) -
     while ends:
         ready = wait(list(ends), timeout=max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
-            raise TimeoutError(f"the two processes did not finish within {timeout:g} s: look why they hang")
+            raise TimeoutError(f"the two processes did not finish within {timeout:g} s: find out why they hang")
         if not ready:
             break
         for end in ready:

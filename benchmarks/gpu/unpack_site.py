@@ -33,8 +33,8 @@ _CHUNK = 1 << 22
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archive", type=Path, help="what pack.py wrote")
-    parser.add_argument("target", type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument("archive", type=Path, help="archive that pack.py wrote")
+    parser.add_argument("target", type=Path, metavar="DIR", help="folder to create")
     options = parser.parse_args(arguments)
     try:
         said = unpack(options.archive, options.target)
@@ -60,7 +60,7 @@ def unpack(archive: Path, target: Path) -> str:
         text = json.dumps(manifest)
         if target.exists():
             if not (target / _COPIED).is_file() or (target / _COPIED).read_text() != text:
-                raise ValueError(f"{target} is there and was not made of this archive: remove it or give another folder")
+                raise ValueError(f"{target} exists and was not created from this archive: remove it or pass another folder")
             _verify(target, manifest)
             return f"{len(manifest['files'])} files are there already and as they should be"
         partial = target.with_name(f"{target.name}.partial")
@@ -83,7 +83,7 @@ def refuse_other_machine(manifest: dict[str, Any]) -> None:
     _compare("a processor", manifest["machine"], platform.machine())
     found = find_spec("torch")  # which does not import it
     if found is None or found.origin is None:
-        raise ValueError(f"packed for torch {manifest['torch']}, and there is no torch here")
+        raise ValueError(f"packed for torch {manifest['torch']}, but torch is not installed here")
     torch = runpy.run_path(str(Path(found.origin).with_name("version.py")))
     _compare("torch", _release(manifest["torch"], 2), _release(torch["__version__"], 2))  # FBGEMM is built for a minor version
     _compare("CUDA", _release(manifest["cuda"], 1), _release(torch["cuda"] or "none", 1))  # and links CUDA by its major version
@@ -93,7 +93,7 @@ def refuse_other_machine(manifest: dict[str, Any]) -> None:
 
 def _compare(what: str, packed: object, here: object) -> None:
     if packed != here:
-        raise ValueError(f"packed for {what} {packed}, and here it is {here}: pack again with what is here")
+        raise ValueError(f"packed for {what} {packed}, but this machine has {here}: pack again for this machine")
 
 
 def _release(version: str, numbers: int) -> str:
@@ -104,7 +104,7 @@ def _compute_capabilities() -> list[str]:
     """Return those of the GPUs; empty if nvidia-smi is missing or finds no GPU, which only the first use of a GPU can show."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
-        print("GPUs not compared with the archive: there is no nvidia-smi", file=sys.stderr)
+        print("GPUs not compared with the archive: nvidia-smi is not installed", file=sys.stderr)
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -118,10 +118,10 @@ def _manifest(members: tarfile.TarFile) -> dict[str, Any]:
     first = members.next()
     content = members.extractfile(first) if first is not None and first.name == MANIFEST else None
     if content is None:
-        raise ValueError(f"its first member is not {MANIFEST}: this is nothing that pack.py wrote")
+        raise ValueError(f"its first member is not {MANIFEST}, so it is no archive of pack.py")
     manifest = json.load(content)
     if manifest["format"] != FORMAT:
-        raise ValueError(f"of format {manifest['format']}, this script reads {FORMAT}: take both scripts from one commit")
+        raise ValueError(f"its format is {manifest['format']}, but this script reads {FORMAT}: use both scripts of one commit")
     for file in manifest["files"]:
         path = PurePosixPath(file["name"])
         if path.is_absolute() or ".." in path.parts:
@@ -164,7 +164,7 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> None:
         if not path.is_file():
             raise ValueError(f"{path} is missing: remove {folder} and unpack again")
         if path.stat().st_size != file["size"] or digest(path) != file["sha256"]:
-            raise ValueError(f"{path} has not the size and checksum of the manifest: remove {folder} and unpack again")
+            raise ValueError(f"{path} does not have the size and checksum of the manifest: remove {folder} and unpack again")
 
 
 def digest(path: Path) -> str:
