@@ -174,7 +174,7 @@ def _truth(slept: Floats, transfer: float) -> Floats:
 
 def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:
     found, wall = report.breakdown, float(report.breakdown[..., 0].mean())
-    # means over the run, as a report gives them; and what single steps are off by
+    # means over the run, as in a report; and the differences of single steps
     off = np.abs((found - truth).mean(axis=0)) / wall
     single = np.abs(found - truth)[..., 1:] / wall
     worst = off[:, 1:].max(axis=0)

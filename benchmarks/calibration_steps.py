@@ -30,14 +30,14 @@ from lightning_freescale.strategy.tuning.cost_calibrator import WINDOW, CostCali
 from lightning_freescale.testing import run_distributed
 
 RANKS, BATCH, SAMPLES, ITEMS = 2, 16, 640, 10_000
-TRAIN_TAKES_OFF = 3  # two items are held out, and the last one left has no next
+TRAIN_TAKES_OFF = 3  # two items are held out, and the last remaining one has no next
 FAMILIES: dict[str, Callable[[np.random.RandomState], Any]] = {
     "movielens": lambda draw: None,
     "short": lambda draw: draw.randint(3, 51, SAMPLES),
     "heavy-tail": lambda draw: np.clip(draw.lognormal(4, 1.2, SAMPLES), 3, 2000).astype(int),
 }
 VARIANTS: dict[str, Any] = {
-    "floor": False,  # histories all of one length: what this machine adds by itself
+    "floor": False,  # histories of one length: the jitter of this machine
     "drawn": False,
     "analytic": BalanceOptions(calibrate=False),
     "auto": True,
@@ -69,7 +69,7 @@ def measure(families: list[str], rounds: int, epochs: int, clock: str) -> dict[s
 
 def _rounds(families: list[str], rounds: int, epochs: int, clock: str) -> list[dict[tuple[str, str], list[float]]]:
     quiet()
-    if clock == "cpu":  # of the thread that computes: as long as each rank had a core of its own
+    if clock == "cpu":  # of the computing thread, which has its own core
         HostClock.__init__ = lambda self: setattr(self, "stamp", time.thread_time)  # type: ignore[method-assign]
     return [
         {(family, variant): _fit(family, variant, epochs, clock) for family in families for variant in VARIANTS}

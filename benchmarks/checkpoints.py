@@ -183,7 +183,7 @@ def _rank(given: dict[str, Any]) -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
             if trainer.global_step != 3:
                 return
-            with _timed(found, "copy_s"):  # of what the rank holds: the least that a save beside training can do
+            with _timed(found, "copy_s"):  # of the rank's part: the minimum for a save beside training
                 copies = [shard.weight.clone() for shard in trainer.strategy.tables.shards()]
             del copies
             torch.distributed.barrier()

@@ -92,7 +92,7 @@ def _part(name: str, own: list[Sample]) -> dict[str, float]:
         f"{name}_under_way": sum(outlasted) / len(outlasted),
     }
     if name == "idle":
-        del figures["idle_under_way"]  # nothing was
+        del figures["idle_under_way"]  # no transfer was pending
     if dist.get_rank() == 0:
         print(
             f"{name:8}" + "  ".join(f"{key.removeprefix(name + '_')} {value:.4g}" for key, value in figures.items()), flush=True

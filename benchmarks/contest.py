@@ -38,9 +38,9 @@ class Contest:
     def play(self, lengths: Floats) -> None:
         """Plan one global batch with costs of shape ``[samples]``."""
         cost = COST(lengths)
-        self._note("random", cost, contiguous_split(len(cost), self.ranks))  # what torch's DistributedSampler amounts to
+        self._note("random", cost, contiguous_split(len(cost), self.ranks))  # equivalent to torch's DistributedSampler
         self._note("zigzag", cost, self._timed("zigzag", assign, cost, self.ranks, assignment_mode="zigzag").rank_of_sample)
-        whole = [[int(number) for number in numbers] for numbers in (lengths, cost)]  # as they take them
+        whole = [[int(number) for number in numbers] for numbers in (lengths, cost)]  # in the format of the other packages
         for name, peer in self.peers.items():
             self._note(name, cost, rank_of_sample(self._timed(name, peer, *whole, self.ranks), len(cost)))
         for mode in OURS:

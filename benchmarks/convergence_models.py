@@ -257,7 +257,7 @@ def data_module(model: str, recipe: Recipe, interactions: dict[str, Any], way: s
     if way == ELSEWHERE:
         options["cost"] = lambda lengths: np.random.default_rng(seed).random(len(lengths))
     if model == "sasrec" and way != FREESCALE:
-        options["loss_reduction"] = "unweighted"  # "ddp" weighs nothing, the model does
+        options["loss_reduction"] = "unweighted"  # "ddp" does not weight, so the model does
     data = FreeScaleDataModule.from_interactions(
         **interactions, max_length=recipe.max_length, batch_size=recipe.samples, seed=seed, **options
     )

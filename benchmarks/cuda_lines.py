@@ -90,7 +90,7 @@ def executed_lines(tests: Iterable[str]) -> dict[str, set[int]]:
                 def call_and_save() -> Any:
                     try:
                         return call()
-                    finally:  # a rank that is done is killed
+                    finally:  # a finished rank is killed
                         measured.stop()
                         measured.save()
 

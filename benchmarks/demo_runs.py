@@ -26,7 +26,7 @@ def main() -> None:
     with TemporaryDirectory() as out:
         subprocess.run([sys.executable, DEMO, "--epochs", str(options.epochs), "--out", out], check=True)
         figures = {f"here.{name}": value for name, value in figures_of(Path(out)).items()}
-        if (Path(out) / "slow_link").exists():  # the demo says why, where the machine can make none
+        if (Path(out) / "slow_link").exists():  # the demo prints the reason if the machine cannot emulate hosts
             figures |= {f"link.{name}": value for name, value in figures_of(Path(out) / "slow_link").items()}
     harness.finish(figures, options)
 

@@ -123,7 +123,7 @@ class Sleeper(L.LightningModule):
         )
         self.dense = torch.nn.Sequential(torch.nn.Linear(options.dim, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.seconds_per_id = seconds_per_id
-        # beside a trial all go through the samples once before, or it alone would find their rows touched already
+        # with a trial, all variants see the samples once before; otherwise only one would find warm rows
         self.epochs_before = int("auto" in options.variants or "autopilot" in options.variants)
         self.began: list[float] = []
         self.computed: list[float] = []
@@ -230,7 +230,7 @@ def _figures(walls: dict[str, list[float]], computed: dict[str, list[float]], wo
             figures[f"{name}_fewer"] = 1 - (figures[f"{name}_ms"] - figures[f"{name}_compute_ms"]) / lost
             figures[f"{name}_speed_up"] = figures["plain_ms"] / figures[f"{name}_ms"]
             figures[f"{name}_of_possible"] = figures[f"{name}_speed_up"] * figures["plain_compute_ms"] / figures["plain_ms"]
-    # the epochs that variants end in do not compute equally long
+    # the last epochs of the variants differ in compute
     compute = float(np.mean([figures[f"{name.replace('-', '_')}_compute_ms"] for name in walls]))
     typical = {name: figures[f"{name.replace('-', '_')}_lost_ms"] + compute for name in walls}
     for name, all_fixed in (("auto", FIXED), ("autopilot", FIXED + FIXED_SPLIT)):

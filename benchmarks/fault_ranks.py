@@ -22,8 +22,8 @@ from fault_kinds import Fault
 
 from lightning_freescale.testing import _reserved_port
 
-_BEGINS_WITHIN = 180.0  # seconds until a fault has struck, on a busy machine
-_WORKERS_LOOK_EVERY = 5.0  # seconds between the looks of a loader's worker at whether its rank is still there
+_BEGINS_WITHIN = 180.0  # seconds until a fault occurs on a busy machine
+_WORKERS_LOOK_EVERY = 5.0  # seconds between the checks of a loader's worker for its rank
 
 
 @dataclass(frozen=True)

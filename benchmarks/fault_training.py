@@ -189,7 +189,7 @@ def _no_file_grows(checkpoints: Path, kill: bool) -> None:
 
 
 class _Points(L.Callback):
-    """Calls the point in callbacks, and in the controls."""
+    """Passes the points that are callbacks, and injects the defects of the self-test."""
 
     def __init__(self, kind: str, point: Point) -> None:
         self.kind, self.point = kind, point
@@ -238,7 +238,7 @@ def train(
         collate_fn=_Collate(point),
         loss_reduction="target_mean",
         num_workers=case.workers,
-        balance=BalanceOptions(calibrate=False),  # or the run that nothing disturbs would differ by the clock
+        balance=BalanceOptions(calibrate=False),  # otherwise the run without a fault would depend on the clock
     )
     saving = ModelCheckpoint(point.checkpoints, "{step}", every_n_train_steps=SAVES_EVERY, save_last=True, save_top_k=-1)
     trainer = L.Trainer(

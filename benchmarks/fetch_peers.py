@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name}: {source.commit[:12]} of {clones.get(name, source.url)}")
     compile_partitioner(folder / "recsys-examples")
     if not options.no_transformers:
-        # behind what is installed on sys.path, so its dependencies count only where they are missing
+        # after installed packages on sys.path, so its dependencies are used only if they are missing
         command = [
             sys.executable,
             "-m",

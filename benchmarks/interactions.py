@@ -95,7 +95,7 @@ def _measure(path: Path, rows: int, arguments: dict[str, Any]) -> tuple[float, f
     if path.suffix == ".arrow":
         with pa.OSFile(str(path)) as file:
             source = pa.ipc.open_file(file).read_all()
-    read_interactions(pa.table({"user": [1], "item": [1], "time": [1]}))  # what is loaded at the first call
+    read_interactions(pa.table({"user": [1], "item": [1], "time": [1]}))  # load all that the first call imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     held, began, busy = _resident("VmRSS"), time.perf_counter(), time.process_time()
     read_interactions(source, **arguments)

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-_PROPOSALS = 200_000  # between two looks at the clock, well below 0.1 s
+_PROPOSALS = 200_000  # between two checks of the clock, well below 0.1 s
 _HOTTEST, _COOLING, _COLDEST = 1000, 0.8, 1e-5
 """The temperature starts hot, as a multiple of the square of what the best exceeds the level by, and falls by that factor."""
 

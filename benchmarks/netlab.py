@@ -125,8 +125,8 @@ def _build(options: argparse.Namespace) -> None:
         _do(f"ip -n {name} link set eth0 up")
         if options.rate != "none":
             shape = f"root tbf rate {options.rate} burst {options.burst} limit {options.queue}"
-            _do(f"ip netns exec {name} tc qdisc add dev eth0 {shape}")  # what the host sends
-            _do(f"tc qdisc add dev {port} {shape}")  # what it receives
+            _do(f"ip netns exec {name} tc qdisc add dev eth0 {shape}")  # bytes that the host sends
+            _do(f"tc qdisc add dev {port} {shape}")  # bytes that it receives
         if options.congestion:
             setting = f"echo {options.congestion} > /proc/sys/net/ipv4/tcp_congestion_control"
             _do(f"ip netns exec {name} sh -c", setting)
@@ -142,7 +142,7 @@ def _start(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
     world, cores = options.hosts * options.ranks_per_host, sorted(os.sched_getaffinity(0))
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(options.port)}
     shared |= {"GLOO_SOCKET_IFNAME": "eth0", "NETLAB_RATE": options.rate, "TORCHELASTIC_RUN_ID": "netlab"}
-    shared["NETLAB_COMMAND"] = _own_words(options.command)  # a result says what it was measured on
+    shared["NETLAB_COMMAND"] = _own_words(options.command)  # a result names its machine
     ranks = []
     for rank in range(world):
         host, local = divmod(rank, options.ranks_per_host)

@@ -43,7 +43,7 @@ from lightning_freescale.testing import run_distributed
 
 ITEMS, RANKS, WARMUP = 10_000, 2, 3
 COST = CostModel(constant=47_000, linear=610, quadratic=1)  # of the reference model, measured on a CPU core
-TRAIN_TAKES_OFF = 3  # two items are held out, and the last one left has no next
+TRAIN_TAKES_OFF = 3  # two items are held out, and the last remaining one has no next
 LENGTHS: dict[str, Callable[[np.random.Generator, int], Any]] = {
     "equal": lambda draw, count: np.full(count, 200),
     "short": lambda draw, count: draw.integers(3, 51, count),

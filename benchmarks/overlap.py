@@ -52,7 +52,7 @@ IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
 VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "two-level", "plain-gloo")
 BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
 OURS = ("ours", "split", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
-SKIPPED = 3  # steps at the beginning of a round, while the pipelines fill; the last one, without a lookahead, is left out, too
+SKIPPED = 3  # steps at the start of a round, while the pipelines fill; the last one, without a lookahead, is excluded too
 
 
 def main() -> None:

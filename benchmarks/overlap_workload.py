@@ -107,7 +107,7 @@ def collisions(draw: Draw, steps: int, world: int, rows: int, micro_batches: Seq
     for before, now, after, parts in zip(everyones, everyones[1:], everyones[2:], ids[1:]):
         collided += np.isin(now, before).sum(), len(now)
         once = [np.unique(own) for own in parts]
-        sent["plain"] += 2 * _transferred(parts, order)  # there are the rows, and back their gradients
+        sent["plain"] += 2 * _transferred(parts, order)  # rows in one direction, and their gradients in the other
         sent["dedup"] += 2 * _transferred(once, order)
         sent["colliding"] += sum(_transferred([own[np.isin(own, other)] for own in once], order) for other in (before, after))
     waited = {count: _waited_in_micro_batches(parts, everyones, order) for count, parts in cuts.items()}

@@ -82,7 +82,7 @@ def _nvidia(path: Path) -> ModuleType:
 
 
 def _transformers(site: Path) -> Any:
-    sys.path.append(str(site))  # last: what is installed here comes before
+    sys.path.append(str(site))  # last, so installed packages have priority
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers.trainer_pt_utils import BatchRebalanceSampler

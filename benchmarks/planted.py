@@ -126,7 +126,7 @@ class Sleeper(L.LightningModule):
         """Look up and compute."""
         slow = self.planted.slow if self.global_rank == 1 else 1.0
         rows = self.items(batch["item"])["item"].values() if hasattr(self, "items") else torch.ones(1, DIM, requires_grad=True)
-        rows = rows + self.dense.mean()  # before all compute: its gradient comes last, when nothing is left to hide it
+        rows = rows + self.dense.mean()  # before all compute, so its gradient comes last and nothing hides it
         rows = _Compute.apply(rows, slow * self.planted.compute * float(batch["cost"].sum()) / BATCH)
         return rows.square().mean()
 

@@ -25,7 +25,7 @@ from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, repo
 SIMULATE = """
 import sys, time
 from lightning_freescale.balance.__main__ import main
-began = time.process_time()  # of one thread: what the wall clock says where nothing else runs
+began = time.process_time()  # of one thread: equal to the wall time without other load
 main(sys.argv[1:])
 print(time.process_time() - began)
 """

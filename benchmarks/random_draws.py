@@ -32,7 +32,7 @@ def random_case(seed: int) -> Case:
             when=pick(["always", "always", "some steps", "some ranks"]),
         )
 
-    bags = random.Random(f"bags {seed}")  # its own: what a seed has drawn without them stays
+    bags = random.Random(f"bags {seed}")  # a separate generator, so the other draws of a seed stay the same
 
     def in_bags(part: Part) -> Part:
         if part.plain or bags.random() < 0.5:

@@ -58,7 +58,7 @@ def _nvidia() -> dict[str, float]:
     load = _load_of_profile()
     flops = _flops(np.array([ITEMS * BATCH, ITEMS**2 * BATCH], dtype=np.float64))
     step = simulate(np.full(1000, float(ITEMS)), 16, load, Network(), variants={"dedup": PLAIN})[-1]
-    # Karmarkar and Karp's differencing at equal counts deals long tails as a zig-zag does (docs/benchmarks/balance.md)
+    # Karmarkar and Karp's differencing at equal counts treats long tails like a zig-zag (docs/benchmarks/balance.md)
     assignments: Mapping[str, AssignmentMode | None] = {"drawn": None, "theirs": "zigzag", "ours": "fixed"}
     through = {name: _throughput(load, each) for name, each in assignments.items()}
     figures = {

@@ -23,7 +23,7 @@ EVERYWHERE = {
     "slow hardware": Planted(slow=1.4),
     "host overhead": Planted(host=0.08),
     "dense communication": Planted(dense_kib=512),
-    # exchanges of next to no bytes take some 7 ms on this lab, which is 3 % of a step of 240 ms
+    # exchanges of few bytes take about 7 ms here, which is 3 % of a step of 240 ms
     "nothing": Planted(compute=1.0),
 }
 IN_ONE = {

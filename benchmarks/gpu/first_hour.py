@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, scripts: Path = HERE) -> None:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     for name in ("log.txt", *(f"part_{part}.{kind}" for part in PARTS for kind in ("json", "md"))):
-        (options.out / name).unlink(missing_ok=True)  # what an earlier run has left would be taken for this one's
+        (options.out / name).unlink(missing_ok=True)  # otherwise the summary would contain results of an earlier run
     summary = Summary(options.out, options.parts)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
@@ -103,7 +103,7 @@ def run_parts(summary: Summary, options: argparse.Namespace, scripts: Path, site
         command = [str(scripts / "unpack_site.py"), str(options.site), str(site)]
         ended = run_limited(command, log, min(UNPACKING, deadline - time.monotonic()), [])
         summary.site(ended)
-        paths = [str(site)] if ended.code == 0 else []  # some parts need none of it
+        paths = [str(site)] if ended.code == 0 else []  # some parts do not need the packages
         print(summary.of_site(), flush=True)
     for name in options.parts:
         left = deadline - time.monotonic()

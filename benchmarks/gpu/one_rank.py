@@ -17,7 +17,7 @@ from hour_report import Report, Skip
 _OPERATOR = "fbgemm::jagged_to_padded_dense_forward"
 PACKAGES = ("lightning", "torchrec", "fbgemm_gpu")
 _OURS = ("lightning_freescale.strategy", "lightning_freescale.callbacks")
-_RENAMED = {  # names that BubbleProfiler replaces, which torch has had since 2.13, and what older releases call them
+_RENAMED = {  # names that BubbleProfiler replaces, in torch 2.13 and newer, and in older releases
     "torch.distributed": {
         "all_gather_single": "all_gather_into_tensor",
         "reduce_scatter_single": "reduce_scatter_tensor",
@@ -55,7 +55,7 @@ def load() -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name not in PACKAGES:  # a part of a package that is there, or what it needs: a broken installation
+            if error.name not in PACKAGES:  # a missing part or dependency of an installed package: a broken installation
                 raise
             raise Skip(f"{error.name} is not installed") from error
     if torch.cuda.is_available() and not torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, "CUDA"):

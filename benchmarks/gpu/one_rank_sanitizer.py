@@ -60,10 +60,10 @@ class Accesses:
         self.texts: list[str] = []
         self.within = ""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # else what still runs would be ordered by nothing that a new handler has seen
+            torch.cuda.synchronize()  # otherwise pending work would seem unordered to a new handler
         self._blocks: defaultdict[int, set[int]] = defaultdict(set)  # the addresses that were accessed in each
         self._handler = _sanitizer.EventHandler()
-        self._one_by_one = threading.RLock()  # reentrant: memory that is freed inside calls back
+        self._one_by_one = threading.RLock()  # reentrant, because freed memory calls back inside
         for name, registry in _CALLBACKS.items():
             handle = getattr(self._handler, name)
             forgets = registry in (traced.MemoryAllocationCallbacks, traced.MemoryDeallocationCallbacks)

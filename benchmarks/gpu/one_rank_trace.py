@@ -77,7 +77,7 @@ class Profiling:
 
 def _profile(on_gpu: bool) -> profile:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # else the starting thread's alone
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # otherwise only the starting thread is profiled
     return profile(activities=activities, experimental_config=config)
 
 

@@ -32,7 +32,7 @@ import sm_free_plan
 import torch
 import two_ranks_pair
 
-SECONDS = 50.0  # that one transfer may take; if one hangs, the limit of the part leaves time for the others
+SECONDS = 50.0  # limit of one transfer; if it hangs, the limit of the part leaves time for the others
 NO_NCCL = (
     "NCCL supports one rank per GPU, and a group of one rank sends nothing: sm_copy, which uses as many thread blocks, "
     "replaces it"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _lane(report, plan, "host")
     for name in ("sm_copy", "copy_engine"):
         _alone(report, plan, name)
-    if (devices := torch.cuda.device_count()) < 2:  # two processes would be made only to find that
+    if (devices := torch.cuda.device_count()) < 2:  # without this check, two processes would start only to detect this
         report.skip("peer_copy", f"a copy between devices needs two devices, but torch sees {devices}")
     else:
         _alone(report, plan, "peer_copy")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.take("symm_mem", two_ranks_pair.run(sm_free_measure.symmetric, plan, timeout=SECONDS))
     else:
         report.skip("symm_mem", "symmetric memory requires a CUDA device")
-    _lane(report, plan, "peer")  # last: the one of them that could take the GPU from all others
+    _lane(report, plan, "peer")  # last, because it could make the GPU unusable for the others
     report.skip("nccl", NO_NCCL if plan.on_gpu else "no CUDA device")
     report.end()
 

@@ -54,7 +54,7 @@ def measure(report: Report, device: torch.device, quick: bool) -> None:
         for what in ("GPU idle share", "kernels", "launches", "waits of the host", "blocking copies"):
             report.skip(what, ON_GPU)
     timed, profiled = (Steps(10, 30), Steps(4, 4, 20)) if full else (Steps(4, 8), Steps(2, 2, 6))
-    train("overlap", Steps(1, 1), device, quick)  # pays for what a process loads once
+    train("overlap", Steps(1, 1), device, quick)  # warm-up of the process
     fits: dict[str, list[Fit]] = {variant: [] for variant in VARIANTS}
     for turn in range(5 if full else 2):
         for variant in VARIANTS if turn % 2 == 0 else reversed(VARIANTS):

@@ -60,7 +60,7 @@ def measure(report: Report, device: torch.device, quick: bool) -> None:
         report.skip("gpu_idle", "no CUDA device")
     for model in MODELS:
         with report.check(f"{model}, step times"):
-            trials.fit(model, "overlap", Steps(1, 1))  # pays for what a process loads once
+            trials.fit(model, "overlap", Steps(1, 1))  # warm-up of the process
             found: dict[str, list[Fit]] = defaultdict(list)
             for turn in range(rounds):
                 for way in WAYS if turn % 2 == 0 else reversed(WAYS):
@@ -98,7 +98,7 @@ def _explain(report: Report, trials: _Trials, model: str, way: str) -> None:
     from lightning_freescale import BubbleProfiler
 
     steps = Steps(warmup=5, timed=16)
-    with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:  # its files say no more than the row does
+    with tempfile.TemporaryDirectory(prefix="bubbles-") as folder:  # its files contain no more than the row
         profiler = BubbleProfiler(folder, every_n_steps=4, torch_profiler_steps=3, verbose=False)
         trials.fit(model, way, steps, (profiler,))
     if profiler.report is None:

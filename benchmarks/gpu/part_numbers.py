@@ -216,7 +216,7 @@ def watch(report: Report, name: str, run: Callable[[], Any], wanted: bool | None
     """
     from one_rank_sanitizer import Accesses
 
-    accesses = Accesses()  # one that knew other runs would take addresses that are used again for theirs
+    accesses = Accesses()  # a handler that knows other runs would confuse reused addresses with theirs
     with accesses.watched():
         run()
     background = sum(count for thread, count in accesses.operators.items() if thread.startswith("freescale"))

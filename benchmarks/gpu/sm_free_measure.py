@@ -67,7 +67,7 @@ def turns(plan: Plan, works: dict[str, Callable[[], object]], beside: str, step:
     """Return the figures of all compute alone and beside the step; both take turns, and the first round warms up."""
     stream = torch.cuda.Stream() if plan.on_gpu else None
     if plan.on_gpu:
-        torch.cuda.synchronize()  # what the steps and the works read was written on another stream
+        torch.cuda.synchronize()  # the inputs of steps and works were written on another stream
     times = {name: _count(plan, work, stream) for name, work in works.items()}
     taken: Taken = defaultdict(list)
     rates: Taken = defaultdict(list)
@@ -101,7 +101,7 @@ def _measure(rank: Rank, plan: Plan, beside: str, step: Step, note: str = "") ->
     for compute in works:
         rank.say(("row", _row(plan, compute, beside, figures)))
     for name, value in figures.items():
-        if beside in name:  # what was measured alone has another value beside every transfer
+        if beside in name:  # the time alone is measured again beside each transfer
             rank.say(("figure", {"name": name, "value": value}))
     _say_kernels(rank, plan, works["gemm"], beside, step, note)
 

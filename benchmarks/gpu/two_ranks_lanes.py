@@ -100,7 +100,7 @@ def say_death(rank: Rank, transport: str, under: str, seconds: float, noticed: E
     cells = {"a rank is killed under": under, "transport": transport, "on": on}
     rank.say(("row", cells | {"timeout s": rank.timeout, "noticed after s": seconds, "error": text}))
     rank.say(("figure", {"name": f"{transport}_{under.replace(' ', '_')}_killed_seconds", "value": seconds}))
-    if noticed is None or seconds > rank.timeout + 15:  # what drains a GPU takes seconds of its own
+    if noticed is None or seconds > rank.timeout + 15:  # waiting for the GPU takes seconds, too
         error = f"no error within the timeout of {rank.timeout:g} s: {said} after {seconds:.1f} s"
         rank.say(("fail", {"what": f"a killed rank, {transport}, {under}", "error": error}))
 
@@ -114,7 +114,7 @@ def _gloo_ms(rank: Rank, values: Tensor, sent: list[int], received: list[int], r
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=rank.timeout / 2))
     try:
         own: float | str = _median_ms(values, sent, received, group, repeats)
-    except RuntimeError as error:  # the bytes were compared on the CPU: its rate is not what this is about
+    except RuntimeError as error:  # the bytes were compared on the CPU, whose rate is not of interest
         own = f"rank {rank.rank}: {error}".splitlines()[0][:80]
     found: list[Any] = [None, None]
     dist.all_gather_object(found, own)
@@ -123,7 +123,7 @@ def _gloo_ms(rank: Rank, values: Tensor, sent: list[int], received: list[int], r
 
 
 def _median_ms(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None, repeats: int) -> float:
-    on_device = values.cuda() if torch.cuda.is_available() else values  # gloo, too, takes CUDA tensors
+    on_device = values.cuda() if torch.cuda.is_available() else values  # gloo also accepts CUDA tensors
     taken = []
     for _ in range(repeats + 1):  # the first one warms up
         begin = time.perf_counter()

@@ -19,7 +19,7 @@ from lightning_freescale import FreeScaleStrategy
 
 ITEMS, DIM, SAMPLES, LENGTH, STEPS = 5000, 64, 64, 20, 8
 DIES_IN_STEP = 3
-ALLOWED = 1e-6  # of the largest weight: what another order of summation makes of it
+ALLOWED = 1e-6  # relative to the largest weight: the effect of another order of summation
 Batch = dict[str, Tensor]
 
 

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_COPIED = ".site.json"  # the manifest, in the folder: says what it was unpacked from
+_COPIED = ".site.json"  # the manifest in the folder, which names the archive
 _CHUNK = 1 << 22
 
 
@@ -142,7 +142,7 @@ def _write(members: tarfile.TarFile, manifest: dict[str, Any], folder: Path) -> 
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "w+b") as out:
-            out.truncate(files[name]["size"])  # what no piece fills is a hole, and reads as zeros
+            out.truncate(files[name]["size"])  # bytes outside of the pieces are a hole, which reads as zeros
             for start, size in files[name][part]:
                 out.seek(start)
                 _copy(content, out, size, member.name)
