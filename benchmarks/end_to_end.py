@@ -189,7 +189,7 @@ def _fit(name: str, data: Histories, options: Any, seed: int) -> Sleeper:
     if name in ("auto", "autopilot"):
         micro_batches = "auto"
     strategy = FreeScaleStrategy(
-        overlap="torchrec" if name in ("plain", "balanced") else "flat",
+        overlap="torchrec" if name in ("plain", "balanced") else True,
         split_backward=name.startswith("split"),
         target_bubble_reduction=0.9 if name == "autopilot" else None,
     )
