@@ -15,7 +15,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.types import ModuleSharder, ShardedModule
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype, dtype_to_data_type
 
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
 from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name, tied_modules
@@ -40,8 +40,13 @@ class Table:
 
     @cached_property
     def kernel_dim(self) -> int:
-        """The width of rows in FBGEMM's kernel, a multiple of 16 bytes."""
+        """The width of rows in FBGEMM's kernel, a multiple of 4."""
         return self.dim + -self.dim % 4
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight."""
+        return data_type_to_dtype(self.data_type)
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,12 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
 
 def _describe_embedding(path: str, aliases: tuple[str, ...], ties: tuple[str, ...], module: Any) -> Collection:
     rows, dim, padding = module.num_embeddings, module.embedding_dim, module.padding_idx
-    table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding)
+    dtype = module._parameters["weight"].dtype
+    data_type = dtype_to_data_type(dtype)
+    table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding, data_type=data_type)
     builders = (
-        partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta")),
-        partial(as_collection, path, rows, table.kernel_dim),
+        partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta"), dtype=dtype),
+        partial(as_collection, path, rows, table.kernel_dim, data_type),
     )
     given = (path, aliases, *builders, (table,), EmbeddingSharder(dim, padding))
     return Collection(*given, pooled=False, managed=False, need_indices=False, embedding=True, ties=ties)

@@ -172,5 +172,5 @@ def update_rows(
     state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
     root = (second / (1 - beta2 ** (step + 1))).sqrt_().add_(arguments.get("eps", 1e-8))
     change = (first / (1 - beta1 ** (step + 1))).div_(root)
-    old = weight[rows]
-    weight[rows] = old - arguments["lr"] * (change + arguments.get("weight_decay", 0.0) * old)
+    old = weight[rows].float()
+    weight[rows] = (old - arguments["lr"] * (change + arguments.get("weight_decay", 0.0) * old)).to(weight.dtype)

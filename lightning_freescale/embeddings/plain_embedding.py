@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.modules.embedding_configs import DataType
 from typing_extensions import override
 
 from lightning_freescale.embeddings.catalogue_weight import CatalogueWeight
@@ -122,8 +123,8 @@ def _obstacle(path: str, module: nn.Embedding) -> str | None:
         return f"{path!r} has max_norm={module.max_norm!r}, which changes rows during the lookup. Build it without max_norm"
     if module.scale_grad_by_freq:
         return f"{path!r} has scale_grad_by_freq=True, which needs the ids of all ranks. Build it without scale_grad_by_freq"
-    if weight.dtype != torch.float32:
-        return f"{path!r} has dtype {weight.dtype}, but tables need torch.float32. Convert it"
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{path!r} has dtype {weight.dtype}, but tables need torch.float32, torch.bfloat16 or torch.float16. Convert it"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         return f"{path!r} has hooks, which a sharded table would not run. Remove them"
     return None
@@ -181,14 +182,14 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
 
     @override
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``.
+        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``, in the dtype of the weight.
 
         Raises:
             TypeError: ``ids`` is no tensor.
         """
         if not isinstance(ids, Tensor):
             raise TypeError(f"embedding {self.path!r} got a {type(ids).__name__}. Pass a tensor of ids.")
-        found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values()
+        found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values().to(self._parameters["weight"].dtype)
         return rows_of_ids(found, ids, self.embedding_dim, self.padding_idx)
 
     @override
@@ -236,9 +237,11 @@ def table_name(path: str) -> str:
     return f"{name}/" if hasattr(nn.ModuleDict(), name) else name
 
 
-def as_collection(path: str, rows: int, dim: int) -> EmbeddingCollection:
+def as_collection(path: str, rows: int, dim: int, data_type: DataType = DataType.FP32) -> EmbeddingCollection:
     """Return an EmbeddingCollection of one table for the ``nn.Embedding`` at ``path``, on the meta device."""
-    config = EmbeddingConfig(name=table_name(path), num_embeddings=rows, embedding_dim=dim, feature_names=[path])
+    config = EmbeddingConfig(
+        name=table_name(path), num_embeddings=rows, embedding_dim=dim, data_type=data_type, feature_names=[path]
+    )
     return EmbeddingCollection(tables=[config], device=torch.device("meta"))
 
 

@@ -24,6 +24,7 @@ from lightning_freescale.embeddings.shards import shards_of
 
 Placement: TypeAlias = Literal["hash", "blocks"]
 
+_TRAINED = (DataType.FP32, DataType.FP16, DataType.BF16)
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
 
 
@@ -76,17 +77,22 @@ def row_wise_planner(
     )
 
 
-def check_tables(collection: Collection, overlap: bool) -> None:
-    """Raise a ValueError if TorchRec cannot hold a collection's tables and update them like the unsharded module.
+def check_tables(collection: Collection, overlap: bool, device: torch.device) -> None:
+    """Raise a ValueError if TorchRec cannot hold a collection's tables on ``device`` and update them.
 
     If ``overlap``, the overlap engine will run. It pads widths and computes like the unsharded module.
     """
     for table in collection.tables:
         of_collection = f"table {table.name!r} of embedding collection {collection.path!r}"
-        if table.data_type != DataType.FP32:
+        if table.data_type not in _TRAINED:
             raise ValueError(
-                f"{of_collection} has data_type={table.data_type.name}. FBGEMM keeps the optimizer state in float32 and rounds "
-                "differently than torch, so the result would differ from the unsharded table. Use DataType.FP32."
+                f"{of_collection} has data_type={table.data_type.name}, which cannot be trained. Use DataType.FP32, FP16 or "
+                "BF16."
+            )
+        if table.data_type == DataType.BF16 and device.type == "cpu" and (collection.managed or not overlap):
+            raise ValueError(
+                f"{of_collection} has data_type=BF16, which TorchRec does not support on the CPU. Tables with managed "
+                'collisions and overlap="torchrec" need DataType.FP32 or FP16 there.'
             )
         if table.dim != table.kernel_dim and (collection.managed or not (overlap or collection.embedding)):
             where = "managed collisions" if collection.managed else 'overlap="torchrec"'

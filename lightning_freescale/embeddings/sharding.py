@@ -74,7 +74,7 @@ class TableSharding:
         self.root, self.device, self._overlap = root, device, overlap
         found = find_collections(root) if found is None else found
         for collection, _ in found:
-            check_tables(collection, overlap)
+            check_tables(collection, overlap, device)
         self._places = [
             _Place(each, module, getattr(module, "freescale_sharding", None), each.parameters(module), each.blueprint())
             for each, module in found

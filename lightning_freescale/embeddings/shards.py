@@ -124,12 +124,12 @@ class ShardedTables:
                 f"{f'Did you mean {near[0]!r}?' if near else f'The sharded tables are {known}.'}"
             )
         (table,) = (table for table in self.tables if table.key == key)
-        whole = torch.zeros(table.rows, table.dim, device=self.device)
+        whole = torch.zeros(table.rows, table.dim, dtype=table.dtype, device=self.device)
         for shard in self.shards():
             if shard.table.key == key:
                 shard.order.write(shard.weight, shard.rows.start, whole[:, shard.columns])
         # each value is on one rank, and the others have zeros. The sum of the bits is exact, also for -0.0
-        dist.all_reduce(whole.view(torch.int32), group=self.group)
+        dist.all_reduce(whole.view(torch.int32 if table.dtype.itemsize == 4 else torch.uint8), group=self.group)
         return whole
 
     def idle_tables(self, backward: bool, skip: Container[str]) -> list[str]:
@@ -228,7 +228,8 @@ def _digest(weight: Tensor) -> Tensor:
     """Return two sums over the bits of a table; the second sum depends on the order of the rows."""
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     for start in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = weight[start : start + _ROWS_AT_ONCE].contiguous().view(torch.int32).sum(dim=1)
+        part = weight[start : start + _ROWS_AT_ONCE].contiguous()
+        rows = part.view(torch.int32 if part.itemsize == 4 else torch.int16).sum(dim=1)
         sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
     return sums
 

@@ -210,10 +210,16 @@ def test_rows_that_the_exchange_cannot_number_are_refused(rows: int, owners: lis
         RowLayout.from_plan(collection, {"item": plan}, {"item": RowOrder(rows)}, 3, torch.device("cpu"))
 
 
+def _collection_of(data_type: DataType) -> EmbeddingCollection:
+    return EmbeddingCollection(tables=[_of_width(8, data_type=data_type)])
+
+
 @pytest.mark.parametrize(
     ("make", "overlap", "parts"),
     [
-        (lambda: EmbeddingCollection(tables=[_of_width(8, data_type=DataType.FP16)]), True, ("'item'", "FP16", "FP32")),
+        (lambda: _collection_of(DataType.INT8), True, ("'item'", "data_type=INT8", "FP32, FP16 or BF16")),
+        (lambda: _collection_of(DataType.BF16), False, ("'item'", "data_type=BF16", "CPU", 'overlap="torchrec"')),
+        (lambda: managed_collection([_of_width(8, data_type=DataType.BF16)]), True, ("'item'", "BF16", "managed collisions")),
         (lambda: EmbeddingCollection(tables=[_of_width(50)]), False, ("'item'", "=50", 'overlap="torchrec"', "=52")),
         (lambda: managed_collection([_of_width(6)]), True, ("'item'", "=6", "managed collisions", "=8")),
         (_weighted_means, True, ("'mean'", "pool by the sum")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
@@ -36,21 +37,23 @@ Between = Callable[[int, ShardedTables, OverlapEngine | None], None]
 
 
 class Sequences(nn.Module):
-    """Has two collections. The first has a table shared by two features and another one; the second has one tiny table."""
+    """Has two collections. The first has a table shared by two features and another one; the second has one tiny table.
 
-    def __init__(self) -> None:
+    ``types`` are those of the tables: items, categories and tags.
+    """
+
+    def __init__(self, types: Sequence[DataType] = (DataType.FP32,) * 3, dim: int = DIM) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.items = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history", "candidate"]),
-                EmbeddingConfig(name="category", num_embeddings=CATEGORIES, embedding_dim=DIM, feature_names=["category"]),
-            ]
+        item, category, tag = (
+            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, data_type=kind)
+            for (name, rows, features), kind in zip(
+                (("item", ITEMS, ["history", "candidate"]), ("category", CATEGORIES, ["category"]), ("tag", TAGS, ["tag"])),
+                types,
+            )
         )
-        self.tags = EmbeddingCollection(
-            tables=[EmbeddingConfig(name="tag", num_embeddings=TAGS, embedding_dim=DIM, feature_names=["tag"])]
-        )
-        self.query, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.items, self.tags = EmbeddingCollection(tables=[item, category]), EmbeddingCollection(tables=[tag])
+        self.query, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
         for parameter in self.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
 
@@ -59,7 +62,7 @@ class Sequences(nn.Module):
         tags = self.tags(batch["tags"])["tag"].to_padded_dense(LONGEST)
         history = found["history"].to_padded_dense(LONGEST) + found["category"].to_padded_dense(LONGEST) + tags
         hidden = torch.tanh(self.query(history))
-        attention = torch.softmax(hidden @ hidden.transpose(1, 2) / DIM**0.5, dim=-1)
+        attention = torch.softmax(hidden @ hidden.transpose(1, 2) / hidden.shape[-1] ** 0.5, dim=-1)
         user = self.out((attention @ hidden).mean(dim=1))
         scores = (found["candidate"].to_padded_dense(2) @ user[:, :, None]).squeeze(2)
         return nn.functional.binary_cross_entropy_with_logits(scores, batch["labels"])
@@ -99,11 +102,11 @@ class Run:
 
 @contextmanager
 def sharded(
-    optimizer: TableOptimizer, make: Callable[[], nn.Module] = Sequences
+    optimizer: TableOptimizer, make: Callable[[], nn.Module] = Sequences, overlap: bool = False
 ) -> Iterator[tuple[nn.Module, nn.Module, ShardedTables, Any]]:
     """Yield the sharded model, the same wrapped by DDP, its tables, and Adam for the rest."""
     model = make()
-    sharding = TableSharding(model, torch.device("cpu"))
+    sharding = TableSharding(model, torch.device("cpu"), overlap)
     optimizers = dict.fromkeys(sharding.parameters, optimizer)
     tables = sharding.shard(group=dist.new_group(), local_world_size=dist.get_world_size(), optimizers=optimizers)
     keys = [table.key for table in tables.tables]
@@ -134,8 +137,14 @@ def differences(mine: Run, other: Run, exact: bool = True) -> list[str]:
     return names + ["losses"] * (mine.losses != pytest.approx(other.losses, rel=1e-6))
 
 
-def train_plain(optimizer: TableOptimizer, data: list[Batch], rate: Rate | None = None, between: Between | None = None) -> Run:
-    with sharded(optimizer) as (model, ddp, tables, dense):
+def train_plain(
+    optimizer: TableOptimizer,
+    data: list[Batch],
+    rate: Rate | None = None,
+    between: Between | None = None,
+    make: Callable[[], nn.Module] = Sequences,
+) -> Run:
+    with sharded(optimizer, make=make) as (model, ddp, tables, dense):
         losses = []
         for step, batch in enumerate(data):
             tables.prepare_update(settings_at(rate, tables, step))
@@ -161,7 +170,7 @@ def train_overlapped(
     **options: Any,
 ) -> Run:
     """Train with the engine; ``submit`` returns the ids of the next batch that it gets before and after the forward."""
-    with sharded(optimizer, make=make) as (model, ddp, tables, dense):
+    with sharded(optimizer, make=make, overlap=True) as (model, ddp, tables, dense):
         engine = OverlapEngine(tables, dedup=dedup, **options)
         losses = []
         for step, batch in enumerate(data):

@@ -54,7 +54,7 @@ class RequestedRows:
 class BatchRows:
     """The values of the rows that this rank needs; available after exchange B, complete after exchange D."""
 
-    values: Tensor  # slots of received rows, shape [places, dim]
+    values: Tensor  # slots of received rows in the form of messages, shape [places, words]
     places: Tensor  # index into values for each id, shape [ids]
     awaited: SomeRows | None = None  # rows that the batch before updates and D sends; None if they were not compared
     late_places: Tensor | None = None  # indices into values for the awaited rows that an owner sends
@@ -65,7 +65,7 @@ class BatchRows:
 class BatchGradients:
     """The gradients of the requested rows; available after backward, sent with exchange C and the next A."""
 
-    sums: Tensor | None = None  # shape [rows, dim]; None before backward and once all are sent
+    sums: Tensor | None = None  # in the form of messages, shape [rows, words]; None before backward and once all are sent
     urgent: SomeRows | None = None  # rows that the batch after needs: sent with C; None if they were not compared
     patient: SomeRows | None = None  # all other rows: sent with the next A; None if they were not compared
 

@@ -88,7 +88,7 @@ class CatalogueTable:
                     )
                     found = self._look_up(features)[self._number]
                     parts.append(found[place * len(ids) : (place + 1) * len(ids)])
-            self.copied = torch.cat(parts)
+            self.copied = torch.cat(parts).to(self.table.dtype)
         return self.copied
 
     @property

@@ -63,7 +63,8 @@ class OverlappedCollection:
         self.path, self.local, self._optimizers, self._hold_gradients = collection.path, local, optimizers, hold_gradients
         self.others: list[OverlappedCollection] = []
         self.statistics = ExchangeStatistics()
-        shared = (local.dim, local.layout.device, self.statistics, order)
+        self._decode = local.wire.rows.decode
+        shared = (local.wire, local.layout.device, self.statistics, order)
         self._transport = RowTransport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
         self._groups, self._transports = [group], [self._transport]
         no_rows = RowRequest.empty(local.layout, dedup)
@@ -167,7 +168,7 @@ class OverlappedCollection:
         self._worker.await_rows(step.ready, announced)
         rows = batch.rows
         self._worker.hand_over(rows.values, rows.places)
-        step.lookups.receive(rows.values, rows.places, batch.requested.request.of_lookup, asked_for=True)
+        step.lookups.receive(self._decode(rows.values), rows.places, batch.requested.request.of_lookup, asked_for=True)
         rows.values = rows.values.new_empty(0)  # memory: the next batch's rows arrive while this one computes
 
     def _fetch_more(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +178,7 @@ class OverlappedCollection:
             other.step.serve_in_time()
         rows, places = self._worker.await_rows(job)
         self._worker.hand_over(rows, places)
-        return rows, places
+        return self._decode(rows), places
 
     # -- clipping, between backward and the optimizer step
 
@@ -235,7 +236,7 @@ class OverlappedCollection:
         if error is not None:
             raise error
         self._worker.hand_over(rows, places)
-        return modules, rows.index_select(0, places)
+        return modules, self._decode(rows).index_select(0, places)
 
     def drain(self) -> None:
         """Wait until every update of earlier steps is in the tables. Collective between two steps."""

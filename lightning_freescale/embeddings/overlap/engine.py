@@ -24,6 +24,7 @@ from lightning_freescale.embeddings.overlap.hot_rows import HotRowsOption, Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import Evaluation, ModuleForward, without_weights
 from lightning_freescale.embeddings.overlap.report import COUNTS
+from lightning_freescale.embeddings.overlap.row_codec import Wire, wire_types
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import LaunchOrder, new_group, refuse_one_queue
@@ -61,16 +62,21 @@ class OverlapEngine:
         rerank_every_n_steps: the number of steps between two lists of hot rows. Results do not depend on the lists.
         ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
             that cross between nodes.
+        wire: the type in which rows and gradients are sent: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or a dict with one
+            of them for ``"rows"`` and for ``"gradients"``. The 16-bit types halve the bytes and change the results: every value
+            is rounded, as by TorchRec's quantized communication without loss scale. This includes the rows of evaluation.
+            ``"float16"`` makes gradients below 3e-8 zero. Rows of tables with 16-bit weights are always sent as they are.
 
     Raises:
-        ValueError: ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit together.
+        ValueError: ``wire`` is unknown, or ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit
+            together.
 
     Attributes:
         tables: the sharded tables.
         clip_value: as the argument.
         modules: the overlapped collections, by path.
-        collections: the groups of tables of one width, by the path of their collection, or by ``"path (dim 8)"`` if it has
-            several. A table that is split by columns is one table per part.
+        collections: the groups of tables of one width and type, by the path of their collection, or by ``"path (dim 8)"`` or
+            ``"path (dim 8, FP16)"`` if it has several. A table that is split by columns is one table per part.
         plain: the reasons why TorchRec exchanges the other collections, by path.
     """
 
@@ -85,7 +91,10 @@ class OverlapEngine:
         hot_rows: HotRowsOption = "auto",
         rerank_every_n_steps: int = 200,
         ranks_per_node: int | None = None,
+        wire: Wire = "float32",
     ) -> None:
+        wire_types(wire)
+        self._wire = wire
         self.tables, self._steps = tables, 0
         self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
         self._hot = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)
@@ -110,7 +119,7 @@ class OverlapEngine:
     def _overlapped(
         self, collection: Collection, module: Any, layout: RowLayout, order: LaunchOrder | None
     ) -> OverlappedCollection:
-        local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value)
+        local = LocalRows.from_module(layout, collection, module, self.tables, self.clip_value, self._wire)
         made = (collection.path, self._transport, self._timeout)
         group, near = new_group(*made), None
         group.connect()  # now instead of in a step
@@ -126,17 +135,16 @@ class OverlapEngine:
         return overlapped
 
     def _layouts(self, collection: Collection, module: Any) -> list[tuple[Collection, RowLayout]]:
-        """Return the parts of a collection, grouped by width; none if TorchRec exchanges its rows."""
+        """Return the parts of a collection, grouped by width and type; none if TorchRec exchanges its rows."""
         if collection.managed:
             self.plain[collection.path] = "The model remaps its ids, so its rows are unknown before the lookup."
             return []
-        record = module.freescale_sharding
-        widths = parts_by_width(collection, record.plan)
-        several = len(widths) > 1
-        parts = [
-            replace(collection, path=f"{collection.path} (dim {each[0].dim})" if several else collection.path, tables=each)
-            for each in widths
-        ]
+        record, tables = module.freescale_sharding, parts_by_width(collection, module.freescale_sharding.plan)
+        names = [f" (dim {each[0].dim})" for each in tables]
+        if len(set(names)) < len(names):
+            names = [f" (dim {each[0].dim}, {each[0].data_type.name})" for each in tables]
+        names = names if len(names) > 1 else [""]
+        parts = [replace(collection, path=f"{collection.path}{name}", tables=each) for name, each in zip(names, tables)]
         where = (record.plan, record.orders, self.tables.group.size(), self.tables.device)
         return [(each, RowLayout.from_plan(each, *where)) for each in parts]
 

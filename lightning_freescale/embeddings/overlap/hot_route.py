@@ -95,7 +95,7 @@ class HotRouting:
             self.links = self.links or measure_links(near, transport, self.nodes)
             if self.links.far_s_per_byte <= self.links.near_s_per_byte:
                 return DirectRoute(transport, local, no_rows)
-        rule = HotRowsRule(self.hot_rows, self.nodes, 8 + 2 * 4 * local.dim, self.links)
+        rule = HotRowsRule(self.hot_rows, self.nodes, 8 + 4 * (local.wire.rows.words + local.wire.gradients.words), self.links)
         return HotRoute(near, transport, local, no_rows, HotList(transport, local, rule, self.every_n_steps))
 
 
@@ -154,7 +154,7 @@ class HotRoute:
         if not self._hot_list.begun:
             return self._direct.serve_anew(current, request, updates, heads, asks)
         lookup = LookedUp.OTHERS if asks[self._transport.rank] else LookedUp.PREDICTED
-        sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current), self._near.rows(0)
+        sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current), self._near.gradients(0)
         _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, none)
         first = self._node * self._near.ranks
         if not asks[self._transport.rank] and any(asks[first : first + self._near.ranks]):
@@ -247,7 +247,7 @@ class HotRoute:
     def count_gradients(self, kind: str, given: SomeRows) -> None:
         self._direct.count_gradients(kind, given)
         if given.forwarded is not None:
-            self._near.count(kind, 4 * self._near.dim, given.forwarded.hot.sizes)
+            self._near.count(kind, 4 * self._near.wire.gradients.words, given.forwarded.hot.sizes)
 
     def _through(self, requested: RequestedRows) -> Forwarded:
         # a batch from before the first list has no hot rows
@@ -291,10 +291,10 @@ class HotRoute:
 
     def _sum(self, through: Forwarded, asked: RowSubset, gradients: Tensor, came: Tensor) -> Tensor:
         """Sum the gradients of this rank and those of the node's ranks in their order; return one per requested row."""
-        sums = torch.zeros(len(through.request.rows), self._near.dim, device=self._near.device)
-        own, of_asked = through.places
-        sums[own] = gradients.index_select(0, through.cold)
+        codec, (own, of_asked) = self._near.wire.gradients, through.places
+        sums = torch.zeros(len(through.request.rows), codec.dim, device=self._near.device)
+        sums[own] = codec.decode(gradients.index_select(0, through.cold))
         places = of_asked.index_select(0, asked.index)
-        for place, part in zip(places.split(asked.sizes), came.split(asked.sizes)):
+        for place, part in zip(places.split(asked.sizes), codec.decode(came).split(asked.sizes)):
             sums[place] += part  # a rank has each row once
-        return sums
+        return codec.encode(sums)

@@ -1,8 +1,8 @@
 """Messages with a head: the state of each rank, the rows it requests, and gradients.
 
-A message is one flat tensor of floats with a part per rank. A part begins with bytes, followed by rows. Both start at multiples
-of the row width, so that rows are gathered directly into place. A receiver knows an upper bound of each part: a slot may be
-longer than the part that arrives in it.
+A message is one flat tensor of words of 4 bytes with a part per rank. A part begins with bytes, followed by rows. Both start at
+multiples of the row width, so that rows are gathered directly into place. A receiver knows an upper bound of each part: a slot
+may be longer than the part that arrives in it. A requested row is a word: its number on the owner, which has fewer than 2**31.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def put(target: Tensor, starts: Sequence[int], counts: list[int], values: Tensor
 class PartLayout:
     """The positions of the parts of a message. The part of a rank is a preamble of bytes, followed by rows."""
 
-    def __init__(self, dim: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
-        heads = [-(-size // (4 * dim)) for size in preambles]
+    def __init__(self, width: int, preambles: Sequence[int], rows: Sequence[int]) -> None:
+        heads = [-(-size // (4 * width)) for size in preambles]
         # in rows: the start of each part and the end of the last, and the start of the rows of each part
         self.starts = [*accumulate((head + count for head, count in zip(heads, rows)), initial=0)]
         self.first_rows = [start + head for start, head in zip(self.starts, heads)]
-        self.sizes = [dim * (head + count) for head, count in zip(heads, rows)]  # in floats
-        self.length, self._dim = self.starts[-1], dim
+        self.sizes = [width * (head + count) for head, count in zip(heads, rows)]  # in words of 4 bytes
+        self.length, self._width = self.starts[-1], width
 
     def words(self, offset: int = 0) -> list[int]:
         """Return the start of each part plus ``offset``, in words of 4 bytes."""
-        return [start * self._dim + offset for start in self.starts[:-1]]
+        return [start * self._width + offset for start in self.starts[:-1]]
 
 
 class NextIds(IntEnum):
@@ -181,10 +181,10 @@ class IdExchange:
         """Send every rank the head, the requested rows and gradients. Collective.
 
         ``given`` are the rows of a batch whose gradients are included, and ``gradients`` those of all its requested rows, shape
-        ``[rows, dim]``. ``other_ids`` are the numbers of rows requested from each rank for the current batch.
+        ``[rows, words]``. ``other_ids`` are the numbers of rows requested from each rank for the current batch.
 
-        Return the heads of all ranks, the rows they request, and the received gradients, shape ``[len(given.incoming), dim]``.
-        The gradients of a rank that sends none are undefined.
+        Return the heads of all ranks, the rows they request, and the received gradients, shape ``[rows, words]`` for the rows
+        in ``given.incoming``. The gradients of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, moves = max(sent.request.sizes), int(sent.moves)
@@ -212,7 +212,7 @@ class IdExchange:
         for start, each in zip(parts.words(), numbers):
             words[start : start + preamble] = each
         slots = self._layout([capacity] * ranks, given.incoming.sizes)
-        received = self._transport.rows(slots.length)
+        received = self._transport.gradients(slots.length)
         self._transport.exchange(received, message, parts.sizes, slots.sizes)
         self._transport.count("ids", 4, [preamble + count for count in counts])
 
@@ -237,7 +237,7 @@ class IdExchange:
         asked, gradient_rows = [each[_IDS] for each in answers], [each[_GRADIENTS] for each in answers]
         message, parts = self._pack(request, request.sizes, given, gradients)
         slots = self._layout(asked, gradient_rows)
-        received = self._transport.rows(slots.length)
+        received = self._transport.gradients(slots.length)
         self._transport.exchange(received, message, parts.sizes, slots.sizes, exact=True)
         self._transport.count("ids", 4, request.sizes)
         rows = take(received.view(torch.int32).view(-1), slots.words(), asked)
@@ -258,12 +258,12 @@ class IdExchange:
         return IncomingRows(torch.cat([part[slots:] for part in parts]).long(), sizes, torch.stack(by_slot).long().cpu())
 
     def _layout(self, ids: Sequence[int], rows: Sequence[int]) -> PartLayout:
-        return PartLayout(self._transport.dim, [4 * (self._preamble + count) for count in ids], rows)
+        return PartLayout(self._transport.wire.gradients.words, [4 * (self._preamble + count) for count in ids], rows)
 
     def _pack(self, request: RowRequest, counts: list[int], given: SomeRows, gradients: Tensor) -> tuple[Tensor, PartLayout]:
         """Return a message with the first ``counts[rank]`` ids for each rank and gradients, without heads."""
         parts = self._layout(counts, given.requested.sizes)
-        message = self._transport.rows(parts.length)
+        message = self._transport.gradients(parts.length)
         if given.requested.index.numel():
             source = given.requested.index.new_zeros(parts.length)
             put(source, parts.first_rows, given.requested.sizes, given.requested.index)

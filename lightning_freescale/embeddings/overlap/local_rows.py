@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.optimizer import UpdateSettings, update_rows
+from lightning_freescale.embeddings.overlap.row_codec import Wire, WireFormat
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables, kernels, prepare_kernel
 
@@ -113,19 +114,24 @@ class CpuKernel(TableKernel):
                 self._prepared = settings[index]
                 module.update_hyper_parameters(self._prepared.options)
                 self._arguments = [getattr(module.optimizer_args, name) for name in self._names]
-            place, size, state = self._places[index]
-            first_row, width = self.tables[index].first_row, gradients.shape[1]
-            ids = numbers - first_row if first_row else numbers
-            given: tuple[Any, ...]
-            if self._by_rows:
-                given = width, size, module.total_hash_size_bits, ids, torch.tensor([0, ids.numel()])
-            else:
-                columns, offsets = torch.tensor([0, width], dtype=torch.int32), torch.arange(ids.numel() + 1)
-                given = columns, width, size, module.total_hash_size_bits, ids, offsets, PoolingMode.SUM, torch.empty(0)
-            self._operator(
-                *(gradients, module.weights_host.data, *place, *given, self._rounding),
-                *(*state, module.learning_rate_tensor, *self._arguments),
-            )
+            first_row = self.tables[index].first_row
+            self._update(index, numbers - first_row if first_row else numbers, gradients)
+
+    def _update(self, index: int, ids: Tensor, gradients: Tensor) -> None:
+        self._operate(self.module.weights_host.data, *self._places[index], ids, gradients)
+
+    def _operate(self, weights: Tensor, place: Any, size: Tensor, state: Any, ids: Tensor, gradients: Tensor) -> None:
+        width, bits = gradients.shape[1], self.module.total_hash_size_bits
+        given: tuple[Any, ...]
+        if self._by_rows:
+            given = width, size, bits, ids, torch.tensor([0, ids.numel()])
+        else:
+            columns, offsets = torch.tensor([0, width], dtype=torch.int32), torch.arange(ids.numel() + 1)
+            given = columns, width, size, bits, ids, offsets, PoolingMode.SUM, torch.empty(0)
+        self._operator(
+            *(gradients, weights, *place, *given, self._rounding),
+            *(*state, self.module.learning_rate_tensor, *self._arguments),
+        )
 
     def _place(self, feature: int, size: int) -> tuple[Any, Tensor, Any]:
         """Return the place of a feature's table in the kernel's memory, its size, and the place of its state."""
@@ -135,6 +141,26 @@ class CpuKernel(TableKernel):
         if self.module.optimizer != EmbOptimType.EXACT_SGD:
             state = module.momentum1_host.data, module.momentum1_placements[here], module.momentum1_offsets[here]
         return place, torch.tensor([0, size]), state
+
+
+class Bfloat16Kernel(CpuKernel):
+    """Tables of bfloat16 on the CPU, where FBGEMM supports only float32 and float16: it updates float32 copies of rows."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        states = self.module.split_optimizer_states()
+        self._states = dict(zip(self.tables, states)) if states else dict.fromkeys(self.tables, ())
+
+    def _update(self, index: int, ids: Tensor, gradients: Tensor) -> None:
+        rows, ids = torch.unique(ids, return_inverse=True)
+        kept = [self.tables[index].weight.data, *self._states[index]]
+        weights, *state = (each[rows].float() for each in kept)
+        (placements, offsets), *_ = self._places[index]
+        place = placements, torch.zeros_like(offsets)
+        of_state = [part for each in state for part in (each.view(-1), *place)]
+        self._operate(weights.view(-1), place, torch.tensor([0, len(rows)]), of_state, ids, gradients)
+        for whole, part in zip(kept, (weights, *state)):
+            whole[rows] = part.to(whole.dtype)
 
 
 class AdamKernel(TableKernel):
@@ -165,13 +191,21 @@ def add_up(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 class LocalRows:
     """This rank's rows of a collection, by their number in the layout.
 
-    ``clip_value`` is the limit of every element of a row's summed gradient in :meth:`update`; None for no limit.
+    ``clip_value`` is the limit of every element of a row's summed gradient in :meth:`update`; None for no limit. ``wire`` is
+    the form of rows and gradients in messages.
     """
 
     def __init__(
-        self, layout: RowLayout, rank: int, kernels: Sequence[TableKernel], dim: int, clip_value: float | None = None
+        self,
+        layout: RowLayout,
+        rank: int,
+        kernels: Sequence[TableKernel],
+        dim: int,
+        clip_value: float | None = None,
+        wire: Wire = "float32",
     ) -> None:
         self.layout, self.kernels, self.dim = layout, list(kernels), dim
+        self.wire = WireFormat.of_tables(dim, layout.tables[0].dtype, wire)
         self.clip_value = clip_value
         self._tables = [table for kernel in self.kernels for table in kernel.tables.values()]
         self._weights = [table.weight[:, :dim] for table in self._tables]
@@ -182,16 +216,22 @@ class LocalRows:
 
     @classmethod
     def from_module(
-        cls, layout: RowLayout, collection: Collection, module: Any, tables: ShardedTables, clip_value: float | None = None
+        cls,
+        layout: RowLayout,
+        collection: Collection,
+        module: Any,
+        tables: ShardedTables,
+        clip_value: float | None = None,
+        wire: Wire = "float32",
     ) -> LocalRows:
-        """Return this rank's rows of the tables of ``collection``, all of one width, in TorchRec's sharded ``module``."""
+        """Return this rank's rows of the tables of ``collection``, all of one width and type, in TorchRec's ``module``."""
         rank = tables.group.rank()
         index_of = {(table.name, table.first_column): index for index, table in enumerate(collection.tables)}
         found: list[TableKernel] = []
         for kernel in kernels(module):
             specs = kernel._config.embedding_tables
             keys = [(spec.name, spec.local_metadata.shard_offsets[1]) for spec in specs]
-            if keys[0] not in index_of:  # another width
+            if keys[0] not in index_of:  # another part
                 continue
             indices = [index_of[key] for key in keys]
             held = {}
@@ -203,9 +243,11 @@ class LocalRows:
             if optimizer.sparse_adam:
                 states = dict(zip(indices, kernel.sparse_adam_states))
                 found.append(AdamKernel(states, optimizer.arguments, *arguments))
+            elif tables.device.type == "cpu":
+                found.append((Bfloat16Kernel if collection.tables[0].dtype == torch.bfloat16 else CpuKernel)(*arguments))
             else:
-                found.append((CpuKernel if tables.device.type == "cpu" else TableKernel)(*arguments))
-        return cls(layout, rank, found, collection.tables[0].dim, clip_value)
+                found.append(TableKernel(*arguments))
+        return cls(layout, rank, found, collection.tables[0].dim, clip_value, wire)
 
     def first_row(self, table: int) -> int:
         return int(self.layout.first_row[self.rank, table])
@@ -225,10 +267,10 @@ class LocalRows:
 
     @torch.no_grad()
     def read(self, rows: Tensor) -> Tensor:
-        """Return the current values of ``rows``, float32 of shape ``[rows, dim]``."""
+        """Return the current values of ``rows`` in the form of messages, shape ``[rows, words]``."""
         if len(self._tables) == 1:
             return self._read(0, rows)
-        values = torch.empty(rows.numel(), self.dim, device=rows.device)
+        values = torch.empty(rows.numel(), self.wire.rows.words, device=rows.device)
         table_of_row = self._table_of(rows)
         for place, table in enumerate(self._tables):
             here = (table_of_row == table.index).nonzero().squeeze(1)
@@ -239,8 +281,10 @@ class LocalRows:
     def _read(self, place: int, rows: Tensor) -> Tensor:
         index = self._tables[place].index
         if index in self._cached:
-            return self._cached[index].look_up(index, rows)[:, : self.dim].contiguous()  # it is sent as laid out in memory
-        return self._weights[place].index_select(0, rows)
+            found = self._cached[index].look_up(index, rows)[:, : self.dim].contiguous()  # it is sent as laid out in memory
+        else:
+            found = self._weights[place].index_select(0, rows)
+        return self.wire.rows.encode(found)
 
     def update(self, rows: Tensor, gradients: Tensor, settings: Sequence[UpdateSettings]) -> None:
         """Do one optimizer step for ``rows``. A row that occurs several times gets the sum of its gradients, added in order.

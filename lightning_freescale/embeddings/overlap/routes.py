@@ -30,7 +30,7 @@ class RowsToFlag:
 class FlaggedRows:
     """The result of exchange B over one hop."""
 
-    rows: Tensor  # slots of received rows, shape [places, dim], with space for the late rows
+    rows: Tensor  # slots of received rows, shape [places, words], with space for the late rows
     places: Tensor  # index into rows for each requested row, present or late, int32
     late_places: Tensor  # indices into rows for the late rows
     late: Tensor  # whether each requested row is late (bool)
@@ -47,12 +47,12 @@ def exchange_flagged(
     ``read`` returns rows by their numbers. ``asks`` and ``needs`` are the numbers of rows of the next and of the current batch
     that this rank requested from each rank.
     """
-    dim, asked = transport.dim, have.sizes
+    words, asked = transport.wire.rows.words, have.sizes
     none = [0] * transport.ranks
     here, mine = (none, none) if have.needed is None else (have.needed_sizes, needs)
     late, at_once = RowSubset.split(have.late, asked)
     flagged = [a + b for a, b in zip(asked, here)]
-    parts = PartLayout(dim, flagged, at_once.sizes)
+    parts = PartLayout(words, flagged, at_once.sizes)
     source = late.index.new_zeros(parts.length)
     put(source, parts.first_rows, at_once.sizes, have.numbers.index_select(0, at_once.index))
     message = read(source) if at_once.index.numel() else transport.rows(parts.length)
@@ -61,11 +61,11 @@ def exchange_flagged(
     if have.needed is not None:
         put(flags, [start + size for start, size in zip(starts, asked)], here, have.needed.view(torch.uint8))
 
-    slots = PartLayout(dim, [a + b for a, b in zip(asks, mine)], asks)
+    slots = PartLayout(words, [a + b for a, b in zip(asks, mine)], asks)
     rows = transport.rows(slots.length)
     transport.exchange(rows, message, parts.sizes, slots.sizes)
     transport.count("ids", 1, flagged)
-    transport.count("non_colliding", 4 * dim, at_once.sizes)
+    transport.count("non_colliding", 4 * words, at_once.sizes)
 
     flags, starts = rows.view(torch.uint8).view(-1), [4 * word for word in slots.words()]
     is_late = take(flags, starts, asks).view(torch.bool)
@@ -83,7 +83,7 @@ def exchange_flagged(
 
 
 class DirectRoute:
-    """Sends ids and gradients directly to the owners, and rows and flags back.
+    """Sends ids and gradients directly to the owners, and rows and flags back, in the form of :class:`.WireFormat`.
 
     :class:`.HotRoute` has the same methods. Methods that send anything are collective.
     """
@@ -108,7 +108,7 @@ class DirectRoute:
         return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:
-        """Send the values of all incoming rows to their requesting ranks; return those requested, shape ``[rows, dim]``."""
+        """Send the values of all incoming rows to their requesting ranks; return those requested, shape ``[rows, words]``."""
         incoming = requested.incoming
         return self._transport.exchange_rows(self._local.read(incoming.rows), incoming.sizes, requested.request.sizes)
 
@@ -153,4 +153,4 @@ class DirectRoute:
         return replace(given, requested=self.nothing_given.requested)
 
     def count_gradients(self, kind: str, given: SomeRows) -> None:
-        self._transport.count(kind, 4 * self._transport.dim, given.requested.sizes)
+        self._transport.count(kind, 4 * self._transport.wire.gradients.words, given.requested.sizes)

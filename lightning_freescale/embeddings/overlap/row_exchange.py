@@ -45,7 +45,7 @@ class EvaluatedRows(NamedTuple):
     """The result of a lookup outside of steps, in which each rank looks up one module or none."""
 
     modules: list[int]  # number of the module that each rank looks up, from 1 on; 0 for none
-    rows: Tensor  # rows of this rank's lookup, shape [rows, dim]
+    rows: Tensor  # rows of this rank's lookup, in the form of messages, shape [rows, words]
     places: Tensor  # index into rows for each id, shape [ids]
     error: ValueError | None = None  # of the ids of any rank
 
@@ -224,7 +224,8 @@ class RowExchange:
         if anew is not None:
             lookup, request = LookedUp.OTHERS, self._request(anew)
             current.requested = replace(current.requested, request=request)
-        sums = current.gradients.sums = self._sum_per_row(current.requested.request, gradient, pooled_rows)
+        sums = self.local.wire.gradients.encode(self._sum_per_row(current.requested.request, gradient, pooled_rows))
+        current.gradients.sums = sums
         given, requested = self._given_in_time(current), current.requested
         if anew is not None:
             given = self._route.withheld(given)

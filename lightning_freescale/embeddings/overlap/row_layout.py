@@ -21,7 +21,7 @@ class RowLayout:
     Row-wise and table-wise tables share one implementation.
     """
 
-    tables: tuple[Table, ...]  # tables, or parts of tables that a plan splits by columns; all of one width
+    tables: tuple[Table, ...]  # tables, or parts of tables that a plan splits by columns; all of one width and type
     features: tuple[tuple[str, int], ...]  # (feature, index of its table), in the order of the collection
     blocks: tuple[int, ...]  # rows of each table per owner
     first_row: Tensor  # number of each table's first row on each owner, shape [ranks, tables], on the host
@@ -98,7 +98,7 @@ class RowLayout:
 
 
 def parts_by_width(collection: Collection, plan: Mapping[str, Any]) -> list[tuple[Table, ...]]:
-    """Return the tables of a collection grouped by width, within a group those that pool by the sum first.
+    """Return the tables of a collection grouped by width and type, within a group those that pool by the sum first.
 
     A table that ``plan`` splits by columns is replaced by one table per shard of columns.
     """
@@ -106,8 +106,9 @@ def parts_by_width(collection: Collection, plan: Mapping[str, Any]) -> list[tupl
     for table in collection.tables:
         columns = sorted({(int(s.shard_offsets[1]), int(s.shard_sizes[1])) for s in plan[table.name].sharding_spec.shards})
         found += [replace(table, first_column=first, dim=min(width, table.dim - first)) for first, width in columns]
-    widths = dict.fromkeys(table.dim for table in found)
-    return [tuple(sorted((t for t in found if t.dim == width), key=lambda table: table.mean)) for width in widths]
+    forms = dict.fromkeys((table.dim, table.dtype) for table in found)
+    of_form = ([table for table in found if (table.dim, table.dtype) == form] for form in forms)
+    return [tuple(sorted(tables, key=lambda table: table.mean)) for tables in of_form]
 
 
 def _blocks(table: Table, sharding: Any) -> tuple[int, int]:

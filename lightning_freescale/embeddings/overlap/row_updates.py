@@ -81,10 +81,10 @@ class RowUpdates:
     def take(self, batch: Batch, chosen: SomeRows, gradients: Tensor, due: Tensor | None = None) -> None:
         """Update some rows of a batch, or keep their gradients if they are held or no optimizer step follows.
 
-        ``gradients`` are those received for ``chosen.incoming``, shape ``[rows, dim]``. ``due`` marks the kept rows that are
+        ``gradients`` are those received for ``chosen.incoming``, shape ``[rows, words]``. ``due`` marks the kept rows that are
         updated as well; None for all.
         """
-        incoming = batch.requested.incoming
+        incoming, gradients = batch.requested.incoming, self.local.wire.gradients.decode(gradients)
         rows, order = incoming.rows.index_select(0, chosen.incoming.index), incoming.order_by_slot(chosen.incoming.index)
         if order is not None:  # the order of summation
             rows, gradients = rows[order], gradients[order]

@@ -25,6 +25,7 @@ from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm import BACKEND
 from lightning_freescale.comm.options import OverlapOptions
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.row_codec import WireFormat
 
 
 class LaunchOrder:
@@ -113,39 +114,43 @@ def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[
 class RowTransport:
     """Sends the messages of one collection over its own process group, and counts bytes and seconds.
 
-    ``dim`` is the width of a row. ``far`` marks the ranks on other nodes; it is empty if there are none or if nodes are
-    unknown.
+    ``wire`` is the form of rows and gradients in messages. ``far`` marks the ranks on other nodes; it is empty if there are
+    none or if nodes are unknown.
     """
 
     def __init__(
         self,
         group: Any,
-        dim: int,
+        wire: WireFormat,
         device: torch.device,
         statistics: ExchangeStatistics,
         order: LaunchOrder | None = None,
         far: Sequence[bool] = (),
     ) -> None:
-        self.rank, self.ranks, self.dim, self.device = group.rank(), group.size(), dim, device
+        self.rank, self.ranks, self.wire, self.device = group.rank(), group.size(), wire, device
         self.observer: ExchangeObserver | None = None
         self._group, self._statistics, self._order = group, statistics, order
         self._far = far
 
     def rows(self, count: int) -> Tensor:
-        return torch.empty(count, self.dim, device=self.device)
+        return torch.empty(count, self.wire.rows.words, device=self.device)
+
+    def gradients(self, count: int) -> Tensor:
+        return torch.empty(count, self.wire.gradients.words, device=self.device)
 
     def exchange(self, received: Tensor, message: Tensor, gives: list[int], gets: list[int], exact: bool = False) -> None:
-        """Send ``gives[rank]`` floats to each rank and receive ``gets[rank]``, or at most as many if not exact. Collective."""
+        """Send ``gives[rank]`` words to each rank and receive ``gets[rank]``, or at most as many if not exact. Collective."""
         began = time.perf_counter()
         with self._recorded(gives, gets if exact else gives), self._turn():
             self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
         self._statistics.count(transfer_s=time.perf_counter() - began)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
-        """Send ``gives[rank]`` rows to each rank and return ``gets[rank]`` received rows of each. Collective."""
-        received, dim = self.rows(sum(gets)), self.dim
-        self.exchange(received, values, [size * dim for size in gives], [size * dim for size in gets], exact=True)
-        self.count("colliding", 4 * dim, gives)
+        """Send ``gives[rank]`` rows or gradients to each rank and return ``gets[rank]`` received ones of each. Collective."""
+        words = values.shape[1]
+        received = values.new_empty(sum(gets), words)
+        self.exchange(received, values, [size * words for size in gives], [size * words for size in gets], exact=True)
+        self.count("colliding", 4 * words, gives)
         return received
 
     def exchange_words(self, words: Tensor, gives: list[int], gets: list[int]) -> Tensor:

@@ -26,7 +26,7 @@ def test_what_is_put_is_what_is_taken(few_ranks: int, counts: list[int], monkeyp
 
 
 def test_rows_begin_behind_what_stands_before_them() -> None:
-    layout = PartLayout(dim=4, preambles=[0, 1, 17], rows=[2, 0, 3])
+    layout = PartLayout(width=4, preambles=[0, 1, 17], rows=[2, 0, 3])
     assert layout.starts == [0, 2, 3, 8] and layout.length == 8
     assert layout.first_rows == [0, 3, 5], "17 bytes take two rows of 16"
     assert layout.sizes == [8, 4, 20]
