@@ -58,8 +58,11 @@ class RowOrder:
 
     def ids(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Return the ids at positions ``start`` to ``stop - 1``: int64 of shape ``[stop - start]``."""
-        positions = torch.arange(start, stop, device=device)
-        return positions if self.by_id else positions.sub_(self.offset).mul_(self._inverse).remainder_(self.rows)
+        return self.ids_at(torch.arange(start, stop, device=device))
+
+    def ids_at(self, positions: Tensor) -> Tensor:
+        """Return the ids at positions, int64 of the same shape."""
+        return positions if self.by_id else (positions - self.offset).mul_(self._inverse).remainder_(self.rows)
 
     def read(self, whole: Tensor, start: int, into: Tensor) -> None:
         """Copy ``len(into)`` rows, beginning with position ``start``, from a table in the order of ids."""

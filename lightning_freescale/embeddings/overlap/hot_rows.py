@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_freescale.embeddings.overlap.report import Heat
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 HotRowsOption: TypeAlias = int | float | Literal["auto"]
@@ -98,17 +99,6 @@ class LinkCosts:
     near_s_per_byte: float  # within the node
     far_s_per_byte: float  # to other nodes
     near_latency_s: float  # of an exchange of nearly nothing within the node
-
-
-@dataclass(frozen=True)
-class Heat:
-    """The result of a publication, equal on all ranks."""
-
-    sizes: list[int]  # hot rows that each owner publishes; all 0 if the list does not pay off
-    saved_s: float  # predicted saving of a step with the list of all owners; 0 without costs
-    rows_of_half: int  # the most requested rows, which make 50 % of all accesses
-    rows_of_most: int  # those that make 90 %
-    largest_load: float  # accesses of the owner with the most, divided by the mean over owners
 
 
 def check_hot_rows(hot_rows: Any) -> None:

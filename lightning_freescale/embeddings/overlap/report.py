@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 _LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
 _ROWS = ("incoming_rows", "colliding_incoming_rows")
 _BYTES = ("torchrec_bytes", "dedup_bytes", "ids_bytes", "colliding_bytes", "non_colliding_bytes", "cross_node_bytes")
-COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, "transfer_s", "exposed_s")
+_HEAT = ("hot_near_bytes", "hot_far_bytes", "hot_direct_bytes", "hot_colliding_rows", "far_colliding_rows")
+COUNTS = (*_LOOKUPS, *_ROWS, *_BYTES, *_HEAT, "transfer_s", "exposed_s")
 """The names of a collection's totals."""
 
 
@@ -73,6 +74,64 @@ class ExchangeStatistics:
 
 
 @dataclass(frozen=True)
+class Heat:
+    """The accesses to the rows of one collection at a publication, equal on all ranks."""
+
+    sizes: list[int]  # hot rows that each owner publishes; all 0 if the list does not pay off
+    saved_s: float  # predicted saving of a step with the list of all owners; 0 without costs
+    rows_of_half: int  # the most requested rows, which make 50 % of all accesses
+    rows_of_most: int  # those that make 90 %
+    largest_load: float  # accesses of the owner with the most, divided by the mean over owners
+
+
+@dataclass(frozen=True)
+class HeatReport:
+    """Hot rows, summed over all collections. Bytes are means per optimizer step, of one rank or over all ranks.
+
+    Attributes:
+        rows: the number of rows in the current lists.
+        rows_of_half: the number of most requested rows that make 50 % of all accesses.
+        rows_of_most: the number of most requested rows that make 90 % of all accesses.
+        largest_load: the accesses of the owner with the most, divided by the mean over owners; the largest of all collections.
+        colliding_share: the share of hot rows among the requested colliding rows of other nodes; None if there are none.
+        sent_bytes: the bytes of ids, rows and gradients that a rank sends.
+        cross_node_bytes: the part of them between nodes.
+        hot_near_bytes: the part of ``sent_bytes`` for hot rows within the node.
+        hot_far_bytes: the part of ``cross_node_bytes`` for hot rows.
+        hot_direct_bytes: the bytes between nodes for the same hot rows if all ranks had sent them directly.
+    """
+
+    rows: int
+    rows_of_half: int
+    rows_of_most: int
+    largest_load: float
+    colliding_share: float | None
+    sent_bytes: float
+    cross_node_bytes: float
+    hot_near_bytes: float
+    hot_far_bytes: float
+    hot_direct_bytes: float
+
+    @classmethod
+    def of(cls, heats: Sequence[Heat], totals: Mapping[str, float], steps: float) -> HeatReport | None:
+        """Return the report of the collections that have published ``heats``; None if there are none."""
+        if not heats:
+            return None
+        colliding = totals["far_colliding_rows"]
+        sent = totals["ids_bytes"] + totals["colliding_bytes"] + totals["non_colliding_bytes"]
+        return cls(
+            *(sum(each) for each in zip(*((sum(heat.sizes), heat.rows_of_half, heat.rows_of_most) for heat in heats))),
+            max(heat.largest_load for heat in heats),
+            totals["hot_colliding_rows"] / colliding if colliding else None,
+            sent / steps,
+            *(totals[name] / steps for name in ("cross_node_bytes", "hot_near_bytes", "hot_far_bytes", "hot_direct_bytes")),
+        )
+
+    def scalars(self) -> dict[str, float]:
+        return {f"freescale/heat/{name}": value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class OverlapReport:
     """Means per optimizer step over all collections, of one rank or over all ranks.
 
@@ -91,6 +150,7 @@ class OverlapReport:
         cross_node_bytes: the part of the last three sent to other nodes; 0 if the nodes are unknown.
         unpredicted_lookups: the number of lookups whose ids were unknown ahead.
         mispredicted_lookups: the number of lookups with other ids than predicted.
+        heat: the hot rows; None before the first list, and if no row can be hot.
     """
 
     steps: int
@@ -107,9 +167,12 @@ class OverlapReport:
     cross_node_bytes: float
     unpredicted_lookups: float
     mispredicted_lookups: float
+    heat: HeatReport | None = None
 
     @classmethod
-    def from_totals(cls, totals: Mapping[str, float], before: Mapping[str, float] | None = None) -> OverlapReport | None:
+    def from_totals(
+        cls, totals: Mapping[str, float], heats: Sequence[Heat] = (), before: Mapping[str, float] | None = None
+    ) -> OverlapReport | None:
         """Return the means of totals, or of their growth since ``before``; None without steps."""
         grown = {name: value - (before or {}).get(name, 0.0) for name, value in totals.items()}
         steps, incoming = grown.pop("steps"), grown["incoming_rows"]
@@ -118,11 +181,12 @@ class OverlapReport:
         grown["hidden_s"] = max(0.0, grown["transfer_s"] - grown["exposed_s"])
         means = {name: grown[name] / steps for name in cls.__annotations__ if name in grown}
         rate = grown["colliding_incoming_rows"] / incoming if incoming else 0.0
-        return cls(steps=int(steps), collision_rate=rate, **means)
+        return cls(steps=int(steps), collision_rate=rate, **means, heat=HeatReport.of(heats, grown, steps))
 
     def scalars(self) -> dict[str, float]:
         """Return the means by the names that loggers use."""
-        return {f"freescale/overlap/{name}": value for name, value in vars(self).items() if name != "steps"}
+        means = {f"freescale/overlap/{name}": value for name, value in vars(self).items() if name not in ("steps", "heat")}
+        return means if self.heat is None else {**means, **self.heat.scalars()}
 
     def __str__(self) -> str:
         moved = self.ids_bytes + self.colliding_bytes + self.non_colliding_bytes

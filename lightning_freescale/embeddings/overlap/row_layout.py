@@ -93,6 +93,16 @@ class RowLayout:
             return positions + shifts[torch.div(positions, self.blocks[table], rounding_mode="floor")]
         return positions + shifts
 
+    def ids(self, table: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which keys are rows of a table (bool), and the ids of these. All tensors are on the host."""
+        starts, first = self.starts.cpu(), self.first_row[:, table]
+        ends = torch.cat([self.first_row, torch.diff(starts)[:, None]], dim=1)[:, table + 1]
+        owners = torch.bucketize(keys, starts[1:], right=True)
+        rows = keys - starts[owners]
+        inside = (rows >= first[owners]) & (rows < ends[owners])
+        owners, block = owners[inside], ((ends > first).cumsum(0) - 1) * self.blocks[table]
+        return inside, self.orders[table].ids_at(rows[inside] - first[owners] + block[owners])
+
     def owners(self, keys: Tensor) -> Tensor:
         return torch.bucketize(keys, self.starts[1:], right=True)
 

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from lightning_freescale.embeddings.overlap import hot_rows
 from lightning_freescale.embeddings.overlap.hot_rows import (
     AccessCounts,
-    Heat,
     HotRowsRule,
     LinkCosts,
     Nodes,
     check_hot_rows,
     measure_links,
 )
-from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics, Heat
 from lightning_freescale.embeddings.overlap.transport import RowTransport, new_group
 from lightning_freescale.testing import run_distributed
 
