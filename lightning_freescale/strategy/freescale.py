@@ -223,6 +223,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if step is None:
             return super().training_step(*args, **kwargs)
         step.before_forward(args[0], updates=not self.accumulating)
+        if step.with_hot_rows:
+            self._tell_hot_rows(step.changed_hot_rows())
         with step.forward():
             output = super().training_step(*args, **kwargs)
         step.end_forward()
@@ -339,6 +341,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.table_step.end_backward()
             self.overlap_report = self.table_step.report()
         return self.overlap_report
+
+    def _tell_hot_rows(self, changed: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Call ``on_hot_rows_changed`` of the callbacks that have this method."""
+        trainer: Any = self.trainer
+        hooks = [hook for each in trainer.callbacks if (hook := getattr(each, "on_hot_rows_changed", None)) is not None]
+        for table, (rows, counts) in changed.items():
+            for hook in hooks:
+                hook(trainer, self.lightning_module, table, rows, counts)
 
     def _following_batch(self, trainer: Trainer, batch: Any) -> Any:
         """Return the batch that follows ``batch``, or ENDED, or UNKNOWN. Call it once at the start of each batch."""

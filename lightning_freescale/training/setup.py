@@ -130,6 +130,14 @@ class TableStrategy:
         if self.engine is not None:
             self.engine.serve_evaluation()
 
+    def hot_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the ids of the current hot rows of each table and their accesses, most first. No communication.
+
+        All ranks have the same lists after the same number of steps. See :meth:`.OverlapEngine.hot_rows`. The result is empty
+        outside of a run, before the first step, and if no row can be hot.
+        """
+        return {} if self.engine is None else self.engine.hot_rows()
+
     def full_weight(self, path: str) -> Tensor:
         """Return a copy of a whole sharded table on every rank, shape ``[rows, dim]``, without gradient. Collective.
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance.micro_batches import MicroBatches
 from lightning_freescale.embeddings.optimizer import UpdateSettings
@@ -56,6 +58,9 @@ class TableStep:
         # the paths of the collections that the engine updates, and the collections that TorchRec updates during backward
         self.overlapped = frozenset() if engine is None else frozenset(engine.modules)
         self.plain = [collection for collection, _ in tables.modules if collection.path not in self.overlapped]
+        self.with_hot_rows = (
+            [] if engine is None else [part for part in engine.collections.values() if part.hot_list is not None]
+        )
         self.update_due = False  # whether a backward was computed whose optimizer step has yet to follow
         self.looks_ahead = lookahead is not None  # whether the next rows are fetched while the current batch computes
         self._lookahead, self._timeline = lookahead, timeline or Timeline()
@@ -221,15 +226,27 @@ class TableStep:
         self.count_updates()
         if self.engine is None or self._lookahead is None:
             return None
-        return OverlapReport.from_totals(self.engine.mean_statistics())
+        return OverlapReport.from_totals(self.engine.mean_statistics(), self.engine.heats())
 
     def report_of_rank(self) -> OverlapReport | None:
         """Return this rank's means over the steps since the last call; None without overlap or without steps."""
         if self.engine is None or self._lookahead is None:
             return None
         totals = self.engine.statistics()
-        report, self._logged = OverlapReport.from_totals(totals, self._logged), totals
+        report, self._logged = OverlapReport.from_totals(totals, self.engine.heats(), self._logged), totals
         return report
+
+    def changed_hot_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the lists of hot rows that are new since the last call, see :meth:`.OverlapEngine.hot_rows`.
+
+        Between :meth:`before_forward` and the forward, they are new in the same step on all ranks.
+        """
+        changed: dict[str, tuple[Tensor, Tensor]] = {}
+        for part in self.with_hot_rows:
+            if part.hot_list is not None and part.hot_list.changed:
+                part.hot_list.changed = False
+                changed |= part.hot_rows()
+        return changed
 
     # -- the ids of the next batch
 

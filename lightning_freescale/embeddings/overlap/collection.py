@@ -16,7 +16,7 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
-from lightning_freescale.embeddings.overlap.hot_route import HotRouting
+from lightning_freescale.embeddings.overlap.hot_route import HotRoute, HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
@@ -41,6 +41,7 @@ class OverlappedCollection:
     feature-wise bucketing.
 
     Attributes:
+        hot_list: the list of hot rows; None if no row can be hot.
         others: the other collections of the module. A rank that waits in one of them for other ranks answers them in all,
             because they may wait for this rank in another collection.
         step: the current step; between steps, the last one.
@@ -71,8 +72,9 @@ class OverlappedCollection:
         route: Route = DirectRoute(self._transport, local, no_rows)
         if hot is not None and near is not None:
             self._groups.append(near)
-            self._transports.append(RowTransport(near, *shared))
+            self._transports.append(RowTransport(near, *shared, near=True))
             route = hot.route(self._transports[1], self._transport, local, no_rows)
+        self.hot_list = route.hot_list if isinstance(route, HotRoute) else None
         # one thread and one process group per collection: they do everything that affects its rows
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
         exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)
@@ -81,6 +83,17 @@ class OverlappedCollection:
         self._step_number = 0
         self._write_counts: list[int] | None = None
         self._whole_used = False  # whether a loss of an earlier step was over all rows
+
+    def hot_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the ids in the current list and their accesses, most first, by table, see :meth:`.OverlapEngine.hot_rows`."""
+        found = {}
+        for index, table in enumerate(self.local.layout.tables if self.hot_list is not None else ()):
+            if table.first_column == 0 and self.hot_list is not None:  # all parts of a table have the same accesses
+                keys, counts = self.hot_list.rows
+                inside, ids = self.local.layout.ids(index, keys)
+                counts, order = counts[inside].sort(descending=True, stable=True)
+                found[table.key.removesuffix(".weight")] = ids[order], counts
+        return found
 
     def observe(self, observer: ExchangeObserver) -> None:
         self._worker.observer = observer

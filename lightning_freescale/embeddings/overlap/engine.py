@@ -23,7 +23,7 @@ from lightning_freescale.embeddings.overlap.hot_route import HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import HotRowsOption, Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.module_forward import Evaluation, ModuleForward, without_weights
-from lightning_freescale.embeddings.overlap.report import COUNTS
+from lightning_freescale.embeddings.overlap.report import COUNTS, Heat
 from lightning_freescale.embeddings.overlap.row_codec import Wire, wire_types
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
@@ -320,6 +320,20 @@ class OverlapEngine:
         This is required if ranks make different numbers of lookups outside of steps. Call it after the last lookup.
         """
         self._evaluation.serve()
+
+    def hot_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the ids in the current lists of hot rows and their numbers of accesses, by table; no communication.
+
+        The names of the tables are those of the state dict, without ``.weight``. Ids are int64 and accesses float32, both on
+        the host and sorted by the accesses, most first. Accesses are the requests of all ranks, each weighted by one half per
+        list since. Tables whose rows cannot be hot are missing.
+        """
+        return {name: rows for part in self.collections.values() for name, rows in part.hot_rows().items()}
+
+    def heats(self) -> list[Heat]:
+        """Return the accesses to the rows of each collection at its last list of hot rows, for those that have had one."""
+        lists = [part.hot_list for part in self.collections.values()]
+        return [each.heat for each in lists if each is not None and each.heat is not None]
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -6,18 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.hot_rows import AccessCounts, Heat, HotRowsRule
+from lightning_freescale.embeddings.overlap.hot_rows import AccessCounts, HotRowsRule
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
+from lightning_freescale.embeddings.overlap.report import Heat
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, keys_of
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 
 class HotList:
-    """The current list, equal on all ranks; used by the worker of the collection only.
+    """The current list, equal on all ranks. The worker of the collection changes it in the first exchange of a step.
 
     Attributes:
         begun: whether any list had rows. The ranks of a node exchange messages from then on.
         heat: the result of the last publication; None before the first.
+        rows: the keys of the rows in the list, see :meth:`RowLayout.keys`, and their decayed numbers of reads; on the host.
+        changed: whether ``rows`` is new. The training thread resets it.
 
     The owners publish a list after an eighth, a quarter, half and all of ``every_n_steps``, and every ``every_n_steps`` after
     that. The list needs no checkpoint, because results do not depend on it.
@@ -31,6 +34,7 @@ class HotList:
         self.heat: Heat | None = None
         self._counts = AccessCounts(local.count, rule.nodes, local.layout.device)
         self._keys = torch.empty(0, dtype=torch.int64, device=local.layout.device)
+        self.rows, self.changed = (torch.empty(0, dtype=torch.int64), torch.empty(0)), False
         self._sizes = [0] * transport.ranks  # rows of the list by owner
         self._readers = torch.empty(0, device=local.layout.device)  # see _count_readers
         self._steps, self._next = 0, max(1, every_n_steps // 8)
@@ -66,10 +70,14 @@ class HotList:
         rows, transport = self._rule.candidates(self._counts), self._transport
         self.heat = self._rule.choose(transport.exchange_numbers(self._rule.numbers(self._counts, rows)))
         sizes = self.heat.sizes
-        rows = rows[: sizes[transport.rank]].int()
-        came = transport.exchange_words(rows.repeat(transport.ranks), [len(rows)] * transport.ranks, sizes)
+        rows = rows[: sizes[transport.rank]]
+        gives = [len(rows)] * transport.ranks
+        words = (rows.int(), self._counts.reads[rows].view(torch.int32))
+        came, reads = (transport.exchange_words(each.repeat(transport.ranks), gives, sizes) for each in words)
         self._keys, self._sizes = keys_of(came, sizes, self._layout), sizes
         self._readers = torch.zeros(len(came), device=came.device)
+        self.changed = self.changed or any(sizes) or len(self.rows[0]) > 0
+        self.rows = self._keys.cpu(), reads.view(torch.float32).cpu()
         self._counts.decay()
         self.begun = self.begun or any(sizes)
 

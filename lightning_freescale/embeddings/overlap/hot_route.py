@@ -92,7 +92,8 @@ class HotRouting:
     ) -> DirectRoute | HotRoute:
         """Return the route of a collection. Collective."""
         if self.hot_rows == "auto":
-            self.links = self.links or measure_links(near, transport, self.nodes)
+            with transport.statistics.suspended():
+                self.links = self.links or measure_links(near, transport, self.nodes)
             if self.links.far_s_per_byte <= self.links.near_s_per_byte:
                 return DirectRoute(transport, local, no_rows)
         rule = HotRowsRule(self.hot_rows, self.nodes, 8 + 4 * (local.wire.rows.words + local.wire.gradients.words), self.links)
@@ -108,7 +109,7 @@ class HotRoute:
         self._direct = DirectRoute(transport, local, no_rows)
         self.no_rows, self.no_incoming = no_rows, self._direct.no_incoming
         self.nothing_given = self._direct.nothing_given
-        self._transport, self._near, self._local, self._hot_list = transport, near, local, hot_list
+        self._transport, self._near, self._local, self.hot_list = transport, near, local, hot_list
         self._nodes, self._node = transport.ranks // near.ranks, transport.rank // near.ranks
         self._near_ids = IdExchange(near, self._nodes)
         none = torch.empty(0, dtype=torch.int64, device=near.device)
@@ -126,7 +127,7 @@ class HotRoute:
         other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         through = None
-        if self._hot_list.begun:
+        if self.hot_list.begun:
             hot, cold, slots = self._split(sent.request)
             hop = given.forwarded
             near_given = SomeRows(self._no_near_rows, self._no_near_rows) if hop is None else SomeRows(hop.hot, hop.asked)
@@ -141,7 +142,7 @@ class HotRoute:
             sent, other_ids = replace(sent, request=through.request), None
         heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients, other_ids)
         if _OF_STEP.issuperset(head.state for head in heads):
-            self._hot_list.count(incoming, through)
+            self.hot_list.count(incoming, through)
         return heads, replace(incoming, forwarded=through), came
 
     def serve_anew(
@@ -151,7 +152,7 @@ class HotRoute:
 
         A proxy requests rows for its whole node, so an owner does not know the rows of one rank.
         """
-        if not self._hot_list.begun:
+        if not self.hot_list.begun:
             return self._direct.serve_anew(current, request, updates, heads, asks)
         lookup = LookedUp.OTHERS if asks[self._transport.rank] else LookedUp.PREDICTED
         sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current), self._near.gradients(0)
@@ -162,7 +163,7 @@ class HotRoute:
         return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:
-        if not self._hot_list.begun:
+        if not self.hot_list.begun:
             return self._direct.give_rows(requested)
         through = self._through(requested)
         own, asked = through.places
@@ -177,7 +178,7 @@ class HotRoute:
         self, following: RequestedRows, current: RequestedRows, awaited: Tensor, urgent: Tensor | None
     ) -> tuple[BatchRows, tuple[SomeRows, SomeRows] | None]:
         """Do exchange B: first from the owners, then from the proxies to the ranks of their node."""
-        if not self._hot_list.begun:
+        if not self.hot_list.begun:
             return self._direct.give_others(following, current, awaited, urgent)
         next_ones, these = self._through(following), self._through(current)
         here = current.incoming.sizes
@@ -189,6 +190,7 @@ class HotRoute:
         have = RowsToFlag(passing, far.late.index_select(0, asked), next_ones.asked.sizes, needed, these.asked.sizes)
         read = lambda numbers: far.rows.index_select(0, numbers)  # noqa: E731
         near = exchange_flagged(self._near, read, have, next_ones.hot.sizes, these.hot.sizes)
+        self._count_hot(following.request, next_ones, far.late.index_select(0, own), sum(near.waits.sizes))
 
         of_rows = far.places.new_empty(len(following.request.rows))
         of_rows[next_ones.cold] = far.places.index_select(0, own)
@@ -223,7 +225,7 @@ class HotRoute:
             rows.values[passing.late_places] = self._near.exchange_rows(values, hop.asked.sizes, hop.hot.sizes)
 
     def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
-        if not self._hot_list.begun:
+        if not self.hot_list.begun:
             return self._direct.take_gradients(gradients, requested)
         through, asked = self._through(requested), self.all_of(requested).forwarded
         assert asked is not None
@@ -249,6 +251,24 @@ class HotRoute:
         if given.forwarded is not None:
             self._near.count(kind, 4 * self._near.wire.gradients.words, given.forwarded.hot.sizes)
 
+    def _count_hot(self, request: RowRequest, through: Forwarded, late: Tensor, hot_late: int) -> None:
+        """Count the bytes of hot rows, and the colliding rows of other nodes: the ``late`` cold ones and the hot ones."""
+        first, last = self._own_node(request)
+        elsewhere = (through.cold < first) | (through.cold >= last)
+        of_row = 6 + 2 * 4 * self._near.dim  # its number, two flags, its values and its gradient
+        self._near.statistics.count(
+            hot_direct_bytes=of_row * sum(through.hot.sizes),
+            hot_far_bytes=of_row * (len(through.request.rows) - len(through.cold)),
+            hot_colliding_rows=hot_late,
+            far_colliding_rows=hot_late + int((late & elsewhere).sum()),
+        )
+
+    def _own_node(self, request: RowRequest) -> tuple[int, int]:
+        """Return the index of the first row whose owner is on this node, and the one behind the last."""
+        first = self._node * self._near.ranks
+        before = sum(request.sizes[:first])
+        return before, before + sum(request.sizes[first : first + self._near.ranks])
+
     def _through(self, requested: RequestedRows) -> Forwarded:
         # a batch from before the first list has no hot rows
         return requested.incoming.forwarded or self._all_cold(requested.request)
@@ -260,8 +280,8 @@ class HotRoute:
     def _split(self, request: RowRequest) -> tuple[RowSubset, Tensor, Tensor]:
         """Return the hot rows by proxy, the indices of the cold rows, and the number of hot rows by proxy and node."""
         each, layout = self._near.ranks, self._local.layout
-        is_hot = self._hot_list.contain(keys_of(request.rows, request.sizes, layout))
-        first, last = (sum(request.sizes[: each * node]) for node in (self._node, self._node + 1))
+        is_hot = self.hot_list.contain(keys_of(request.rows, request.sizes, layout))
+        first, last = self._own_node(request)
         is_hot[first:last] = False
         hot, cold = RowSubset.split(is_hot, request.sizes)
         by_owner, sizes = hot.index.split(hot.sizes), torch.tensor(hot.sizes).view(-1, each).T

@@ -118,13 +118,15 @@ class HeatReport:
         if not heats:
             return None
         colliding = totals["far_colliding_rows"]
-        sent = totals["ids_bytes"] + totals["colliding_bytes"] + totals["non_colliding_bytes"]
+        means = {name: totals[name] / steps for name in cls.__annotations__ if name in totals and name != "rows"}
         return cls(
-            *(sum(each) for each in zip(*((sum(heat.sizes), heat.rows_of_half, heat.rows_of_most) for heat in heats))),
-            max(heat.largest_load for heat in heats),
-            totals["hot_colliding_rows"] / colliding if colliding else None,
-            sent / steps,
-            *(totals[name] / steps for name in ("cross_node_bytes", "hot_near_bytes", "hot_far_bytes", "hot_direct_bytes")),
+            rows=sum(sum(heat.sizes) for heat in heats),
+            rows_of_half=sum(heat.rows_of_half for heat in heats),
+            rows_of_most=sum(heat.rows_of_most for heat in heats),
+            largest_load=max(heat.largest_load for heat in heats),
+            colliding_share=totals["hot_colliding_rows"] / colliding if colliding else None,
+            sent_bytes=sum(totals[f"{kind}_bytes"] for kind in ("ids", "colliding", "non_colliding")) / steps,
+            **means,
         )
 
     def scalars(self) -> dict[str, float]:

@@ -115,7 +115,7 @@ class RowTransport:
     """Sends the messages of one collection over its own process group, and counts bytes and seconds.
 
     ``wire`` is the form of rows and gradients in messages. ``far`` marks the ranks on other nodes; it is empty if there are
-    none or if nodes are unknown.
+    none or if nodes are unknown. ``near`` tells whether the messages are hot rows within a node.
     """
 
     def __init__(
@@ -126,11 +126,12 @@ class RowTransport:
         statistics: ExchangeStatistics,
         order: LaunchOrder | None = None,
         far: Sequence[bool] = (),
+        near: bool = False,
     ) -> None:
         self.rank, self.ranks, self.wire, self.device = group.rank(), group.size(), wire, device
         self.observer: ExchangeObserver | None = None
-        self._group, self._statistics, self._order = group, statistics, order
-        self._far = far
+        self.statistics, self._group, self._order = statistics, group, order
+        self._far, self._near = far, near
 
     def rows(self, count: int) -> Tensor:
         return torch.empty(count, self.wire.rows.words, device=self.device)
@@ -143,7 +144,7 @@ class RowTransport:
         began = time.perf_counter()
         with self._recorded(gives, gets if exact else gives), self._turn():
             self._group.exchange(received.view(-1), message.view(-1), gets, gives, exact=exact)
-        self._statistics.count(transfer_s=time.perf_counter() - began)
+        self.statistics.count(transfer_s=time.perf_counter() - began)
 
     def exchange_rows(self, values: Tensor, gives: list[int], gets: list[int]) -> Tensor:
         """Send ``gives[rank]`` rows or gradients to each rank and return ``gets[rank]`` received ones of each. Collective."""
@@ -180,7 +181,9 @@ class RowTransport:
         counted = {f"{kind}_bytes": width * (sum(gives) - gives[self.rank])}
         if self._far:
             counted["cross_node_bytes"] = width * sum(compress(gives, self._far))
-        self._statistics.count(**counted)
+        if self._near:
+            counted["hot_near_bytes"] = counted[f"{kind}_bytes"]
+        self.statistics.count(**counted)
 
     def _turn(self) -> AbstractContextManager[None]:
         if self._order is None:
