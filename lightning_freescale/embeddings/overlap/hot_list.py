@@ -71,9 +71,10 @@ class HotList:
         self.heat = self._rule.choose(transport.exchange_numbers(self._rule.numbers(self._counts, rows)))
         sizes = self.heat.sizes
         rows = rows[: sizes[transport.rank]]
-        gives = [len(rows)] * transport.ranks
-        words = (rows.int(), self._counts.reads[rows].view(torch.int32))
-        came, reads = (transport.exchange_words(each.repeat(transport.ranks), gives, sizes) for each in words)
+        words = torch.stack([rows.int(), self._counts.reads[rows].view(torch.int32)], dim=1).view(-1)
+        gets = [2 * size for size in sizes]
+        received = transport.exchange_words(words.repeat(transport.ranks), [len(words)] * transport.ranks, gets)
+        came, reads = received.view(-1, 2).T.contiguous()
         self._keys, self._sizes = keys_of(came, sizes, self._layout), sizes
         self._readers = torch.zeros(len(came), device=came.device)
         self.changed = self.changed or any(sizes) or len(self.rows[0]) > 0

@@ -190,7 +190,7 @@ class HotRoute:
         have = RowsToFlag(passing, far.late.index_select(0, asked), next_ones.asked.sizes, needed, these.asked.sizes)
         read = lambda numbers: far.rows.index_select(0, numbers)  # noqa: E731
         near = exchange_flagged(self._near, read, have, next_ones.hot.sizes, these.hot.sizes)
-        self._count_hot(following.request, next_ones, far.late.index_select(0, own), sum(near.waits.sizes))
+        self._count_colliding(following.request, next_ones.cold, far.late.index_select(0, own), sum(near.waits.sizes))
 
         of_rows = far.places.new_empty(len(following.request.rows))
         of_rows[next_ones.cold] = far.places.index_select(0, own)
@@ -251,17 +251,11 @@ class HotRoute:
         if given.forwarded is not None:
             self._near.count(kind, 4 * self._near.wire.gradients.words, given.forwarded.hot.sizes)
 
-    def _count_hot(self, request: RowRequest, through: Forwarded, late: Tensor, hot_late: int) -> None:
-        """Count the bytes of hot rows, and the colliding rows of other nodes: the ``late`` cold ones and the hot ones."""
+    def _count_colliding(self, request: RowRequest, cold: Tensor, late: Tensor, hot: int) -> None:
+        """Count the colliding rows of other nodes: the ``hot`` ones, and the cold ones that ``late`` marks."""
         first, last = self._own_node(request)
-        elsewhere = (through.cold < first) | (through.cold >= last)
-        of_row = 6 + 2 * 4 * self._near.dim  # its number, two flags, its values and its gradient
-        self._near.statistics.count(
-            hot_direct_bytes=of_row * sum(through.hot.sizes),
-            hot_far_bytes=of_row * (len(through.request.rows) - len(through.cold)),
-            hot_colliding_rows=hot_late,
-            far_colliding_rows=hot_late + int((late & elsewhere).sum()),
-        )
+        elsewhere = int((late & ((cold < first) | (cold >= last))).sum())  # on CUDA the host waits here
+        self._near.statistics.count(hot_colliding_rows=hot, far_colliding_rows=hot + elsewhere)
 
     def _own_node(self, request: RowRequest) -> tuple[int, int]:
         """Return the index of the first row whose owner is on this node, and the one behind the last."""

@@ -13,7 +13,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
-from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+from lightning_freescale.embeddings.overlap.row_requests import Forwarded, RowRequest
 
 _LOOKUPS = ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups", "tokens", "rows")
 _ROWS = ("incoming_rows", "colliding_incoming_rows")
@@ -67,6 +67,12 @@ class ExchangeStatistics:
             torchrec_bytes=(ids - request.ids[rank]) * per_row if torchrec_bytes is None else torchrec_bytes,
             dedup_bytes=(rows - request.sizes[rank]) * per_row,
         )
+
+    def count_hot(self, through: Forwarded, bytes_of_values: int) -> None:
+        """Count the bytes between nodes of a batch's hot rows; a row and its gradient have ``bytes_of_values``."""
+        per_row = 6 + bytes_of_values  # and an id of 32 bits and two flags
+        passed = len(through.request.rows) - len(through.cold)
+        self.count(hot_direct_bytes=per_row * sum(through.hot.sizes), hot_far_bytes=per_row * passed)
 
     def totals(self) -> dict[str, float]:
         with self._lock:

@@ -224,7 +224,7 @@ class RowExchange:
         if anew is not None:
             lookup, request = LookedUp.OTHERS, self._request(anew)
             current.requested = replace(current.requested, request=request)
-        sums = self.local.wire.gradients.encode(self._sum_per_row(current.requested.request, gradient, pooled_rows))
+        sums = self.local.wire.gradients.encode(self._sum_per_row(current.requested, gradient, pooled_rows))
         current.gradients.sums = sums
         given, requested = self._given_in_time(current), current.requested
         if anew is not None:
@@ -279,11 +279,15 @@ class RowExchange:
             requested = following.requested
             following.rows = BatchRows(self._route.give_rows(requested), requested.request.inverse)
 
-    def _sum_per_row(self, request: RowRequest, gradient: Tensor | None, pooled_rows: np.ndarray | int) -> Tensor:
+    def _sum_per_row(self, requested: RequestedRows, gradient: Tensor | None, pooled_rows: np.ndarray | int) -> Tensor:
+        request = requested.request
         if gradient is None:
             return torch.zeros(sum(request.sizes), self.local.dim, device=self._no_values.device)
         pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(request, pooled_rows)
         self._statistics.count_lookup(request, self._rank, self.local.dim, pooled)
+        if (through := requested.incoming.forwarded) is not None:
+            wire = self.local.wire
+            self._statistics.count_hot(through, 4 * (wire.rows.words + wire.gradients.words))
         sums = request.sum_per_row(gradient)
         return sums.div_(self._ranks) if get_gradient_division() else sums
 

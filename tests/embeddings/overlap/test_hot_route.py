@@ -52,7 +52,8 @@ def _both_sent() -> tuple[dict[str, tuple[int, int]], dict[str, dict[str, float]
     for hot_rows in (0, 0.5):
         sent.words = sent.rows = 0
         with every_row_hot():
-            seen[hot_rows] = train_overlapped(HOW, data, hot_rows=hot_rows, **options).statistics
+            totals = seen[hot_rows] = train_overlapped(HOW, data, hot_rows=hot_rows, **options).statistics
+            totals["sent"] = sum(totals[f"{kind}_bytes"] for kind in ("ids", "colliding", "non_colliding"))
         found[hot_rows] = sent.words, sent.rows
     return found, seen
 
@@ -67,6 +68,13 @@ def test_rows_that_a_node_needs_cross_once() -> None:
             assert 0.95 * 4 * words <= crossed <= 4 * words, "padding to whole rows is not counted"
         for name in ("tokens", "rows", "dedup_bytes"):
             assert counted[0.5][name] == counted[0][name] > 0, name
+        totals.update({f"hot: {name}": value for name, value in counted[0.5].items()})
+        totals.update({f"flat: {name}": value for name, value in counted[0].items()})
+    spared = totals["hot: hot_direct_bytes"] - totals["hot: hot_far_bytes"]
+    assert totals["hot: cross_node_bytes"] + spared == pytest.approx(totals["flat: cross_node_bytes"], rel=0.005)
+    assert totals["hot: sent"] - totals["hot: hot_near_bytes"] + spared == pytest.approx(totals["flat: sent"], rel=0.005)
+    assert totals["hot: hot_colliding_rows"] == totals["hot: far_colliding_rows"] > 100, "all rows of other nodes are hot"
+    assert not any(value for name, value in totals.items() if name.startswith("flat: hot_"))
     assert totals["0.5 rows"] > 1000
     assert 2 * totals["0.5 rows"] == totals["0 rows"], "rows, and back their gradients"
     assert totals["0.5 words"] < 0.6 * totals["0 words"], "each message has a head"
