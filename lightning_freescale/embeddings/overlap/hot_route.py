@@ -14,6 +14,7 @@ id reaches its owner on either route. Results are therefore the same for every l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -94,7 +95,7 @@ class HotRouting:
         if self.hot_rows == "auto":
             with transport.statistics.suspended():
                 self.links = self.links or measure_links(near, transport, self.nodes)
-            if self.links.far_s_per_byte <= self.links.near_s_per_byte:
+            if self.links.fewest_readers == math.inf:
                 return DirectRoute(transport, local, no_rows)
         rule = HotRowsRule(self.hot_rows, self.nodes, 8 + 4 * (local.wire.rows.words + local.wire.gradients.words), self.links)
         return HotRoute(near, transport, local, no_rows, HotList(transport, local, rule, self.every_n_steps))

@@ -21,6 +21,7 @@ network once per read, and with proxies once per visit, plus a near transfer per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -100,6 +101,15 @@ class LinkCosts:
     far_s_per_byte: float  # to other nodes
     near_latency_s: float  # of an exchange of nearly nothing within the node
 
+    @property
+    def fewest_readers(self) -> float:
+        """The number of readers per node from which the proxy pays off for a row; infinite if it never does.
+
+        With m readers, the proxy saves m - 1 far transfers and adds m near ones.
+        """
+        far, near = self.far_s_per_byte, self.near_s_per_byte
+        return max(_FEWEST_READERS, far / (far - near)) if far > near else math.inf
+
 
 def check_hot_rows(hot_rows: Any) -> None:
     """Raise a ValueError for a value that the option does not allow."""
@@ -111,7 +121,8 @@ def check_hot_rows(hot_rows: Any) -> None:
         )
 
 
-_FEWEST_VISITS = 3  # fewer tell too little of the readers per node
+_FEWEST_READERS = 1.125  # per node: with fewer, many rows take two hops for the last few percent of the saving
+_FEWEST_EXTRA = 2  # reads beyond the visits: fewer tell too little of a row
 _WORTH = 8  # near latencies that a list has to save in a step, because the near hop adds messages
 _BINS, _PER_OCTAVE, _FIRST_OCTAVE = 44, 2, -2  # of the histogram of reads
 
@@ -144,8 +155,7 @@ class HotRowsRule:
             # a row that is not requested any more keeps its share, but not its visits
             return ((reads >= self.hot_rows * self.nodes.each * visits) & (visits >= 1)).nonzero().squeeze(1)
         assert self.costs is not None
-        near, far = self.costs.near_s_per_byte, self.costs.far_s_per_byte
-        return ((reads * (far - near) > visits * far) & (visits >= _FEWEST_VISITS)).nonzero().squeeze(1)
+        return ((reads >= self.costs.fewest_readers * visits) & (reads - visits >= _FEWEST_EXTRA)).nonzero().squeeze(1)
 
     def numbers(self, counts: AccessCounts, rows: Tensor) -> np.ndarray:
         """Return what :meth:`choose` needs of every owner, for :meth:`.RowTransport.exchange_numbers`.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.testing import run_distributed
 from tests.helpers.hot_rows import HOT
-from tests.helpers.sequences import CATEGORIES, ITEMS, OPTIMIZERS, TAGS, batches, train_overlapped
+from tests.helpers.sequences import CATEGORIES, ITEMS, OPTIMIZERS, TAGS, Batch, batches, train_overlapped
 
 STEPS, RANKS = 8, 4
 FEATURES = {"items.embeddings.item": ("ids", ["history", "candidate"], ITEMS)}
@@ -66,3 +69,54 @@ def test_lists_have_the_accesses_of_all_ranks() -> None:
 def test_without_hot_rows_there_are_no_lists() -> None:
     for found in run_distributed(_published, RANKS, 0):
         assert [lists for lists, _ in found] == [{}] * STEPS
+
+
+STEPS_OF_SHIFT, SHIFT = 48, 16
+
+
+def _popular() -> list[Batch]:
+    """Return batches of 20 popular rows, and of 20 others from step SHIFT on.
+
+    Ranks 0 and 1 request all of them, and ranks 2 and 3 share them, so 1.5 ranks of a node request a popular row. Each tag is
+    requested by one rank of each node.
+    """
+    rank, data = dist.get_rank(), batches(0, STEPS_OF_SHIFT)
+    for step, batch in enumerate(data):
+        popular = torch.arange(20) + (100 if step >= SHIFT else 0)
+        items = popular if rank < 2 else popular[rank % 2 :: 2]
+        lengths, none = torch.zeros(2, 6, dtype=torch.int64)
+        lengths[:2] = len(items) // 2
+        pairs = none + 2
+        keys = ["history", "candidate", "category"]
+        batch["ids"] = KeyedJaggedTensor(keys, torch.cat([items, popular[:12]]), lengths=torch.cat([lengths, pairs, none]))
+        tags = torch.full((len(items),), rank % 2) % TAGS
+        batch["tags"] = KeyedJaggedTensor(["tag"], tags, lengths=lengths)
+    return data
+
+
+def _following() -> list[tuple[str, list[int]]]:
+    found, publish = [], HotList._publish
+
+    def published(hot_list: HotList) -> None:
+        publish(hot_list)
+        layout = hot_list._layout
+        popular = layout.keys(0, torch.cat([torch.arange(20), torch.arange(100, 120)]))
+        first, second = torch.isin(popular, hot_list._keys).view(2, 20).sum(dim=1).tolist()
+        found.append((layout.tables[0].name, [len(hot_list._keys), first, second]))
+
+    with patch.object(HotList, "_publish", published):
+        options = {"hot_rows": 0.7, "rerank_every_n_steps": 4, "ranks_per_node": 2}
+        train_overlapped(OPTIMIZERS["sgd"], _popular(), dedup=True, **options)
+    return sorted(found, key=lambda each: each[0])  # the collections have a thread each
+
+
+def test_the_list_follows_popularity_and_proxies_report_their_readers() -> None:
+    """Check that popular rows stay in the list although their owners see one request per node since the first list."""
+    every = run_distributed(_following, 4)
+    assert all(found == every[0] for found in every), "all ranks have the same list"
+    items = [counts for name, counts in every[0] if name == "item"]
+    tags = [counts[0] for name, counts in every[0] if name == "tag"]
+    assert items[:5] == [[20, 20, 0]] * 5
+    assert items[5] == [40, 20, 20], "the change"
+    assert items[-1] == [20, 0, 20]
+    assert set(tags) == {0}
