@@ -103,7 +103,7 @@ class LinkCosts:
 
     @property
     def fewest_readers(self) -> float:
-        """The number of readers per node from which the proxy pays off for a row; infinite if it never does.
+        """The number of readers per node above which the proxy pays off for a row; infinite if it never does.
 
         With m readers, the proxy saves m - 1 far transfers and adds m near ones.
         """
@@ -155,7 +155,7 @@ class HotRowsRule:
             # a row that is not requested any more keeps its share, but not its visits
             return ((reads >= self.hot_rows * self.nodes.each * visits) & (visits >= 1)).nonzero().squeeze(1)
         assert self.costs is not None
-        return ((reads >= self.costs.fewest_readers * visits) & (reads - visits >= _FEWEST_EXTRA)).nonzero().squeeze(1)
+        return ((reads > self.costs.fewest_readers * visits) & (reads - visits >= _FEWEST_EXTRA)).nonzero().squeeze(1)
 
     def numbers(self, counts: AccessCounts, rows: Tensor) -> np.ndarray:
         """Return what :meth:`choose` needs of every owner, for :meth:`.RowTransport.exchange_numbers`.

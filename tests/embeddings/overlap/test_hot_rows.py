@@ -65,9 +65,11 @@ def test_counts_are_those_of_ranks_and_nodes() -> None:
 
 
 def test_rows_with_enough_readers_for_the_links_are_hot() -> None:
-    reads, visits = [12, 13, 40, 9, 4, 3, 0], [9, 9, 30, 3, 2, 3, 0]
+    reads, visits = [12, 13, 40, 9, 4, 3, 3, 0], [9, 9, 30, 3, 2, 3, 2, 0]
     (rows,), _ = chosen("auto", (reads, visits))
-    assert rows == [1, 3], "12 / 9 and 40 / 30 are the threshold itself, 2 visits are too few"
+    assert rows == [1, 3, 4], "12 / 9 and 40 / 30 are the threshold itself, one more reader in all is too few"
+    (rows,), _ = chosen("auto", ([100, 115, 41], [90, 100, 40]), costs=LinkCosts(1e-9, 1e-6, 1e-6))
+    assert rows == [1], "few readers save little, however dear far transfers are"
     (rows,), _ = chosen("auto", (reads, visits), costs=LinkCosts(1e-9, 1e-9, 1e-6))
     assert rows == [], "far transfers are not dearer"
 
