@@ -134,7 +134,10 @@ class TableStrategy:
         """Return the ids of the current hot rows of each table and their accesses, most first. No communication.
 
         All ranks have the same lists after the same number of steps. See :meth:`.OverlapEngine.hot_rows`. The result is empty
-        outside of a run, before the first step, and if no row can be hot.
+        outside of a run, and if no row can be hot.
+
+        If a callback of the Trainer has a method ``on_hot_rows_changed(trainer, pl_module, table, rows, counts)``, the strategy
+        calls it for each table with a new list: on the training thread, before the forward, in the same step on all ranks.
         """
         return {} if self.engine is None else self.engine.hot_rows()
 

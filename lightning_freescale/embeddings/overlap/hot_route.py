@@ -142,7 +142,8 @@ class HotRoute:
                 gradients = self._sum(hop.through, hop.asked, gradients, came)
             sent, other_ids = replace(sent, request=through.request), None
         heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients, other_ids)
-        if _OF_STEP.issuperset(head.state for head in heads):
+        states = {head.state for head in heads}
+        if _OF_STEP.issuperset(states) and states != {NextIds.LATER}:  # then the message with the ids counts
             self.hot_list.count(incoming, through)
         return heads, replace(incoming, forwarded=through), came
 

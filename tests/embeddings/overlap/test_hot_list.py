@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
@@ -13,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.testing import run_distributed
 from tests.helpers.hot_rows import HOT
-from tests.helpers.sequences import CATEGORIES, ITEMS, OPTIMIZERS, TAGS, Batch, batches, train_overlapped
+from tests.helpers.sequences import CATEGORIES, ITEMS, OPTIMIZERS, TAGS, Batch, batches, known, train_overlapped
 
 STEPS, RANKS = 8, 4
 FEATURES = {"items.embeddings.item": ("ids", ["history", "candidate"], ITEMS)}
@@ -21,7 +22,7 @@ FEATURES |= {"items.embeddings.category": ("ids", ["category"], CATEGORIES), "ta
 Lists = dict[str, dict[int, float]]
 
 
-def _published(hot_rows: Any) -> list[tuple[Lists, dict[str, tuple[torch.Tensor, torch.Tensor]]]]:
+def _published(hot_rows: Any, late: bool = False) -> list[tuple[Lists, dict[str, tuple[torch.Tensor, torch.Tensor]]]]:
     found = []
 
     def after(step: int, tables: Any, engine: Any) -> None:
@@ -30,7 +31,7 @@ def _published(hot_rows: Any) -> list[tuple[Lists, dict[str, tuple[torch.Tensor,
         rows = engine.hot_rows()
         found.append(({name: dict(zip(*(each.tolist() for each in pair))) for name, pair in rows.items()}, rows))
 
-    options = {**HOT, "hot_rows": hot_rows}
+    options = {**HOT, "hot_rows": hot_rows, "submit": (lambda _, following: ({}, known(following) or {})) if late else None}
     train_overlapped(OPTIMIZERS["sgd"], batches(dist.get_rank(), STEPS), between=after, **options)
     return found
 
@@ -54,11 +55,15 @@ def _expected() -> list[Lists]:
     return lists
 
 
-def test_lists_have_the_accesses_of_all_ranks() -> None:
-    """Check that the accesses are those of all ranks although a proxy requests a row for several of them."""
+@pytest.mark.parametrize("late", [False, True])
+def test_lists_have_the_accesses_of_all_ranks(late: bool) -> None:
+    """Check that the accesses are those of all ranks although a proxy requests a row for several of them.
+
+    Ids that are ``late`` come after the forward, in a second message.
+    """
     expected = _expected()
     assert any(count > 2 for lists in expected for rows in lists.values() for count in rows.values())
-    for found in run_distributed(_published, RANKS, 0.5):
+    for found in run_distributed(_published, RANKS, 0.5, late):
         for step, ((lists, rows), wanted) in enumerate(zip(found, expected)):
             assert lists == wanted, f"after step {step}"
             for ids, counts in rows.values():
