@@ -42,6 +42,7 @@ OPTIONS: dict[type, list[str]] = {
         "shard",
         "split_backward",
         "exchange",
+        "wire",
         "target_bubble_reduction",
         "checkpoint",
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -61,7 +61,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     Args:
         plan: see :class:`lightning_freescale.FreeScaleStrategy`, as for ``transport``, ``overlap``, ``dedup``, ``ids_of``,
-            ``shard``, ``split_backward`` and ``exchange``.
+            ``shard``, ``split_backward``, ``exchange`` and ``wire``.
         clip_gradients: whether to allow ``fabric.clip_gradients`` over dense parameters and tables. Rows are then updated after
             all gradients are known, so less of the exchange is overlapped.
         **ddp_options: ``timeout`` applies to all process groups. By default, Lightning's timeout applies to the default group
@@ -83,6 +83,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         shard: Sequence[str] | Literal["auto"] | None = None,
         split_backward: bool = False,
         exchange: Literal["flat", "two_level"] = "flat",
+        wire: str | Mapping[str, str] = "float32",
         clip_gradients: bool = False,
         **ddp_options: Any,
     ) -> None:
@@ -91,7 +92,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
             refuse_ddp_options(*self.unsupported_options)
-            self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange)
+            self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange, wire)
         if clip_gradients and self.by_torchrec:
             raise ValueError(
                 f"{_NAME}(overlap='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "

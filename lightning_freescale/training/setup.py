@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Group
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -69,6 +69,7 @@ class TableStrategy:
         shard: Shard,
         split_backward: bool,
         exchange: str,
+        wire: str | Mapping[str, str],
     ) -> None:
         """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
         if overlap not in (True, False, "torchrec"):
@@ -90,13 +91,22 @@ class TableStrategy:
             raise ValueError(
                 f"FreeScaleStrategy({text}): {self.no_overlap}, so it has no effect. Remove one of the two options"
             )
+        if wire != "float32":
+            from lightning_freescale.embeddings.overlap.row_codec import wire_types
+
+            wire_types(wire)
+            if self.by_torchrec:
+                raise ValueError(
+                    f"FreeScaleStrategy(wire={wire!r}, overlap='torchrec'): TorchRec's exchange sends float32. Remove one "
+                    "of the two options"
+                )
         paths = [] if shard is None or shard == "auto" else shard
         if isinstance(paths, str) or not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
             example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
             raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
         self.plan, self.transport = plan, ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup, self.ids_of, self.shard = not self.no_overlap, dedup, ids_of, shard
-        self.split_backward, self.exchange = split_backward, exchange
+        self.split_backward, self.exchange, self.wire = split_backward, exchange, wire
 
     @property
     def engine(self) -> OverlapEngine | None:
@@ -342,5 +352,5 @@ def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str,
             "exchange. Two levels need several nodes with several ranks each"
         )
         exchange = "flat"
-    clips = {**clips, "hot_rows": 0 if exchange == "flat" else 1 / ranks, "ranks_per_node": ranks}
+    clips = {**clips, "hot_rows": 0 if exchange == "flat" else 1 / ranks, "ranks_per_node": ranks, "wire": strategy.wire}
     return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **clips)

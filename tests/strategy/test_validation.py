@@ -203,6 +203,8 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"exchange": "tree"}, ValueError, "exchange='tree'"),
         ({"exchange": "two_level", "dedup": False}, ValueError, "exchange='two_level', dedup=False"),
         ({"overlap": "torchrec", "split_backward": True}, ValueError, "overlap='torchrec'"),
+        ({"wire": {"rows": "int8"}}, ValueError, "wire={'rows': 'int8'}.*'bfloat16'"),
+        ({"wire": "float16", "overlap": "torchrec"}, ValueError, "wire='float16', overlap='torchrec'"),
     ],
 )
 def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:

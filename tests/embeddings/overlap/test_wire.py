@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
+from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.overlap.row_codec import RowCodec
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
+from tests.helpers.hot_rows import HOT, every_row_hot
 from tests.helpers.sequences import (
     DIM,
     OPTIMIZERS,
+    Run,
     Sequences,
     batches,
     differences,
@@ -32,38 +35,46 @@ from tests.helpers.sequences import (
 FP32, FP16, BF16 = DataType.FP32, DataType.FP16, DataType.BF16
 STEPS = 8
 TABLES = ("items.embeddings.item", "items.embeddings.category", "tags.embeddings.tag")
-BYTES = ("ids_bytes", "colliding_bytes", "non_colliding_bytes")
+DTYPES = {FP16: torch.float16, BF16: torch.bfloat16}
+HOW = {**OPTIMIZERS, "adam": TableOptimizer(torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}, group=0, sparse_adam=True)}
 
 
-def _rounded(types: tuple[DataType, ...], dim: int) -> nn.Module:
-    """Return the model with tables of float32 in place of those of bfloat16, which TorchRec does not train on the CPU."""
-    model = Sequences([FP32 if kind == BF16 else kind for kind in types], dim)
+def _rounded(types: tuple[DataType, ...], by_hand: set[DataType], dim: int) -> nn.Module:
+    """Return the model with tables of float32 in place of those of the types ``by_hand``."""
+    model = Sequences([FP32 if kind in by_hand else kind for kind in types], dim)
     for name, kind in zip(TABLES, types):
-        if kind == BF16:
+        if kind in by_hand:
             weight = model.get_parameter(f"{name}.weight").data
-            weight.copy_(weight.half().bfloat16())  # an unsharded collection holds weights of BF16 as float16
+            weight.copy_(weight.half().to(DTYPES[kind]))  # an unsharded collection holds weights of BF16 as float16
     return model
 
 
-def _round_between(types: tuple[DataType, ...], step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
-    rounds = {name.rpartition(".")[2]: kind == BF16 for name, kind in zip(TABLES, types)}
+def _round_between(
+    types: tuple[DataType, ...], by_hand: set[DataType], step: int, tables: ShardedTables, engine: OverlapEngine | None
+) -> None:
+    kinds = {name.rpartition(".")[2]: kind for name, kind in zip(TABLES, types)}
     with nullcontext() if engine is None else engine.writing():
         for shard in tables.shards():
-            if rounds[shard.table.name]:
-                shard.weight.copy_(shard.weight.bfloat16())
+            if kinds[shard.table.name] in by_hand:
+                shard.weight.copy_(shard.weight.to(DTYPES[kinds[shard.table.name]]))
 
 
 def _as_plain(optimizer: str, types: tuple[DataType, ...], dim: int, ways: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the differences from plain TorchRec for each way, with tables of bfloat16 rounded after each step."""
-    data, how = batches(dist.get_rank(), STEPS), OPTIMIZERS[optimizer]
-    train = train_plain if dim % 4 == 0 else train_overlapped  # TorchRec refuses odd widths
-    plain = train(how, data, make=partial(_rounded, types, dim), between=partial(_round_between, types))
+    """Return the differences from plain TorchRec for each way.
+
+    On the CPU, TorchRec supports neither bfloat16 nor Adam. Tables of float32 are rounded after each step instead.
+    """
+    data, how = batches(dist.get_rank(), STEPS), HOW[optimizer]
+    by_hand = {FP16, BF16} if how.sparse_adam else {BF16}
+    train = train_plain if dim % 4 == 0 and not how.sparse_adam else train_overlapped  # TorchRec refuses odd widths, too
+    make, between = partial(_rounded, types, by_hand, dim), partial(_round_between, types, by_hand)
+    plain = train(how, data, make=make, between=between)
     assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
     found = {}
     for name, options in ways.items():
         mine = train_overlapped(how, data, make=partial(Sequences, types, dim), **options)
         dtypes = {mine.tables[name.rpartition(".")[2]].dtype for name in TABLES}
-        assert dtypes == {{FP16: torch.float16, BF16: torch.bfloat16}[kind] for kind in types}
+        assert dtypes == {DTYPES[kind] for kind in types}
         mine.tables = {name: value.to(plain.tables[name].dtype) for name, value in mine.tables.items()}
         found[name] = differences(mine, plain)
     return found
@@ -78,6 +89,7 @@ WAYS: dict[str, dict[str, Any]] = {"known": {}, "late, wrong or unknown": {"subm
         ("sgd", (FP16, FP16, FP16), DIM),
         ("rowwise_adagrad", (FP16, BF16, BF16), DIM),  # types of one width do not share messages
         ("adagrad", (BF16, BF16, BF16), 5),
+        ("adam", (FP16, BF16, FP16), 5),
         pytest.param("adagrad", (FP16, FP16, FP16), DIM, marks=pytest.mark.slow),
         pytest.param("adagrad", (FP16, BF16, FP16), DIM, marks=pytest.mark.slow),
         pytest.param("sgd", (BF16, FP16, BF16), DIM, marks=pytest.mark.slow),
@@ -117,6 +129,25 @@ def test_bytes_of_rows_and_gradients(dim: int) -> None:
     saved = {name: whole - of_name["values"] for name, of_name in totals.items()}
     assert saved["rows"] + saved["gradients"] == saved["bfloat16"] and min(saved["rows"], saved["gradients"]) > 0.1 * whole
     assert saved["tables"] == saved["rows"], "the rows of 16-bit tables, and gradients of float32"
+
+
+def _on_both_routes(wire: Any, types: tuple[DataType, ...]) -> list[Run]:
+    data = batches(dist.get_rank() // 2, 4, samples=64)  # the ranks of a node need the same rows
+    train = partial(train_overlapped, OPTIMIZERS["sgd"], data, make=partial(Sequences, types, dim=5), wire=wire)
+    options = {**HOT, "rerank_every_n_steps": 8_000}  # no list is published
+    with every_row_hot():
+        return [train(**options), train(**{**options, "hot_rows": 0})]
+
+
+@pytest.mark.parametrize(("wire", "types"), [("bfloat16", (FP32, FP32, FP32)), ("float32", (BF16, FP16, BF16))])
+def test_proxies_forward_rows_and_sum_gradients(wire: Any, types: tuple[DataType, ...]) -> None:
+    crossed = torch.zeros(2)
+    for hot, cold in run_distributed(_on_both_routes, 4, wire, types):
+        assert hot.losses == pytest.approx(cold.losses, rel=2**-8) and hot.losses[0] == cold.losses[0]
+        for name, value in cold.tables.items():
+            assert (hot.tables[name].float() - value.float()).norm() < 2**-8 * value.float().norm(), name
+        crossed += torch.tensor([run.statistics["cross_node_bytes"] for run in (hot, cold)])
+    assert crossed[0] < 0.9 * crossed[1], "rows cross once per node"
 
 
 class Linear(nn.Module):
