@@ -7,7 +7,7 @@ from typing import Any
 
 import griffe
 
-_ROLE = re.compile(r":(?:class|func|meth|mod|attr|obj):`(?:(?P<title>[^`<]+?) <)?(?P<short>~?)(?P<name>[\w.]+)>?`")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|obj):`(?:(?P<title>[^`<]+?) <)?(?P<short>~?)(?P<name>[\w.]+)>?`")
 
 
 class Roles(griffe.Extension):
