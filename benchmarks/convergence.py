@@ -12,6 +12,9 @@ The loss curves are of fits without dropout, and with the same negatives on all 
 step, freescale's against plain's. Such fits differ in nothing but the order of summation, and training amplifies that; by how
 much is measured beside it by a control: plain once more, the samples of each step on other ranks.
 
+``--wire bfloat16`` sends the rows and gradients of *freescale* as 16 bits, ``--wire bfloat16 float32`` the rows only. The rows
+of the test are rounded as well.
+
 ``python benchmarks/convergence.py --data ml-1m.seqs.npz``: any file of histories in time order, with arrays ``items`` and
 ``offsets`` (user u owns ``items[offsets[u]:offsets[u + 1]]``) and ``users``, their ids; ml-latest-small by default. HSTU reads
 times, and without them places. How each model is trained is RECIPES, in convergence_models.py; options change it.
@@ -45,6 +48,7 @@ def main(words: Sequence[str] | None = None) -> None:
     figures: dict[str, float] = {}
     for model in options.models:
         changed = {name: getattr(options, name) for name in ("epochs", "samples", "max_length")}
+        changed["wire"] = dict(zip(("rows", "gradients"), options.wire * 2))
         recipe = replace(
             recipe_of(model, options.data), **{name: value for name, value in changed.items() if value is not None}
         )
@@ -132,6 +136,8 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="epochs of each training; 0 for the loss curves alone")
     parser.add_argument("--samples", type=int, help="histories per rank and step")
     parser.add_argument("--max-length", type=int, help="largest number of items of a history")
+    types = ("float32", "bfloat16", "float16")
+    parser.add_argument("--wire", nargs="+", choices=types, default=["float32"], help="type of rows, and of gradients if other")
     options = parser.parse_args(words)
     if len(set(options.seeds)) < 2 and options.epochs != 0:
         parser.error(f"--seeds {options.seeds}: one run has no standard deviation, give two different ones or more")

@@ -45,12 +45,14 @@ class Recipe:
         samples: histories per rank and step.
         max_length: number of last items that are kept of a history.
         model: arguments of the model.
+        wire: types of rows and gradients in the messages of ``"freescale"``, as in its option.
     """
 
     epochs: int
     samples: int
     max_length: int
     model: dict[str, Any] = field(default_factory=dict)
+    wire: str | dict[str, str] = "float32"
 
 
 # -- data
@@ -275,9 +277,9 @@ def new_model(model: str, recipe: Recipe, num_items: int, way: str, **changed: A
     return (SoftmaxSASRec if way == FREESCALE else WeighedSASRec)(num_items, recipe.max_length, **arguments)
 
 
-def new_strategy(model: str, way: str) -> Strategy:
+def new_strategy(model: str, recipe: Recipe, way: str) -> Strategy:
     if way == FREESCALE:
-        return FreeScaleStrategy(shard=["items"]) if model == "sasrec" else FreeScaleStrategy()
+        return FreeScaleStrategy(shard=["items"] if model == "sasrec" else None, wire=recipe.wire)
     return DDPStrategy() if model == "sasrec" else FreeScaleStrategy(overlap="torchrec", dedup=False)
 
 
@@ -307,7 +309,7 @@ def _fit(
     module = new_model(model, recipe, data.histories.num_items, way, **changed)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(
-        strategy=new_strategy(model, way), accelerator="cpu", devices=2, num_sanity_val_steps=0, **quiet, **fitting
+        strategy=new_strategy(model, recipe, way), accelerator="cpu", devices=2, num_sanity_val_steps=0, **quiet, **fitting
     )
     trainer.fit(module, data)
     return trainer, module, data

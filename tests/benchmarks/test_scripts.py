@@ -96,6 +96,8 @@ def test_convergence(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     curves = ["--models", "hstu", "--seeds", "0", "--epochs", "0", "--steps", "12"]
     figures = figures_of(*curves)
     assert all(figures[f"hstu_{way}_curve_relative"] <= 1e-4 for way in (FREESCALE, ELSEWHERE))
+    rounded = figures_of(*curves, "--wire", "bfloat16")["hstu_freescale_curve_relative"]
+    assert figures["hstu_freescale_curve_relative"] < rounded < 2**-7
     monkeypatch.setattr(BalancedSampler, "loss_weight", lambda sampler, step: 1.0)
     assert figures_of(*curves)["hstu_freescale_curve_relative"] > 1e-3
 

@@ -18,6 +18,8 @@ from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.checkpoint.conversion import open_checkpoint
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import TABLES, BagModel, Batch, bag_loader, configs
+from tests.helpers.catalogue_models import NextItem
+from tests.helpers.catalogue_models import loader as catalogue_loader
 from tests.helpers.micro_batch_training import Model, run
 from tests.helpers.overlap_training import PLAIN, STEPS, Case, CountingModel, assert_same, compared, continued, departures
 from tests.helpers.plain_embeddings import KEYS, SHARDED, PlainModel, plain_loader
@@ -120,6 +122,20 @@ def test_evaluation_is_that_of_the_unsharded_module() -> None:
     for seen, dtypes, predicted, expected in run_distributed(_evaluated, 2):
         assert seen == dtypes == {torch.bfloat16}
         assert_same(predicted, expected)
+
+
+class HalfNextItem(NextItem):
+    """Has parameters of bfloat16 and a loss over all items."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(style, "sgd")
+        self.bfloat16()
+
+
+def test_losses_over_all_rows() -> None:
+    cases = {style: Case(partial(HalfNextItem, style), catalogue_loader, notice=None) for style in ("linear", "ours")}
+    rounding = {"losses": (0.01, 0.0), "weights": (0.02, 0.02)}  # torch rounds gradients to bfloat16, too
+    assert compared(2, cases, "ddp", {"shard": ["item_emb"]}, **rounding) == []
 
 
 # -- micro-batches, and wire=
