@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,9 +167,9 @@ class StepProfiler:
         self._exchange.sync_clocks_if_due()
         return scalars
 
-    def note_assignment(self, assignment: str | None) -> None:
-        """Record how samples are assigned to the ranks, if that was chosen during training."""
-        self._history.note_assignment(assignment)
+    def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
+        """Record how samples are assigned to the ranks, if that was chosen during training, and the document's hot rows."""
+        self._history.note_outcome(assignment, heat)
 
     # -- at the end
 

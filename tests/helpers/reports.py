@@ -50,6 +50,10 @@ def growing_memory(ranks: int, windows: int = 12) -> MemoryWindows:
     return MemoryWindows(range(50, 50 * windows + 50, 50), current, current + 1e8, current + 2e8)
 
 
+HEAT = {"rows": 4675, "rows_of_half": 353, "rows_of_most": 12_345, "largest_load": 1.04, "colliding_share": 0.875}
+HEAT |= {"sent_bytes": 11e6, "cross_node_bytes": 5e6, "hot_near_bytes": 1.5e6, "hot_far_bytes": 2e6, "hot_direct_bytes": 3e6}
+
+
 def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **run: Any) -> BubbleReport:
     """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
     parts = np.array([[step(wall, forward=compute)] * 2] * 4)
@@ -77,6 +81,7 @@ def full_report(**changes: Any) -> BubbleReport:
         "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
         "balance": PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 2, len(parts), 0.25, "batch, planned"),
         "memory": growing_memory(ranks),
+        "heat": HEAT,
         "what_if": (
             WhatIf("perfect balance", 1.25, 1.43),
             WhatIf("full overlap", 1.1, 1.43, "exchanges of 2 steps are unknown"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,11 +52,12 @@ class History:
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
         # number of the last step and every rank's memory, for the same windows
         self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
+        self._heat: Mapping[str, Any] | None = None
         self.added = 0
 
-    def note_assignment(self, assignment: str | None) -> None:
-        """Record how samples are assigned to the ranks."""
-        self._run = replace(self._run, assignment=assignment)
+    def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
+        """Record how samples are assigned to the ranks, and the hot rows of the document."""
+        self._run, self._heat = replace(self._run, assignment=assignment), heat
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank and their plans, None if unknown."""
@@ -120,6 +121,7 @@ class History:
             device_idle=device_idle,
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             memory=_memory_of(list(self._memory)),
+            heat=self._heat,
             last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
             advise=self._advise,
         )

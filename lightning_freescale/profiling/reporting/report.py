@@ -67,6 +67,7 @@ class BubbleReport:
         predicted: predicted compute in a unit that the ranks of a step share, shape ``[steps, ranks]``; None if unknown.
         balance: planned balance of the steps; None without plans.
         memory: memory of every rank at the end of every window; None if unknown.
+        heat: hot rows of the embedding tables, as in the document; None if no row can be hot.
         replayed: indices of the replayed steps; None for all.
         advise: function that returns advice based on the settings of the run; None for general advice.
     """
@@ -89,6 +90,7 @@ class BubbleReport:
     predicted: Floats | None = None
     balance: PlannedBalance | None = None
     memory: MemoryWindows | None = None
+    heat: Mapping[str, Any] | None = None
     replayed: NDArray[np.intp] | None = None
     advise: Advise | None = None
 
@@ -176,6 +178,7 @@ class BubbleReport:
             "imbalance": None if self.imbalance is None else _imbalance(self.imbalance),
             "balance": None if self.balance is None else _balance(self.balance),
             "memory": None if self.memory is None else _memory(self.memory),
+            "heat": self.heat,
             "what_if": [vars(case) for case in self.what_if],
             "replay": _replay(self) if self.what_if else None,
             "exchanges": [vars(figures) for figures in self.exchanges],

@@ -30,7 +30,7 @@ def summary(document: Document, brief: bool = False) -> str:
     if not brief:
         lines += _wrapped(_COLUMN_HELP, _bubble(document), _compute(document), _device(document), _padding(document))
         lines += _balance(document)
-        below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _waits, _overhead)
+        below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _heat, _waits, _overhead)
         lines += _wrapped(*(sentence(document) for sentence in below))
     return "\n".join(lines)
 
@@ -244,6 +244,19 @@ def _memory_growth(document: Document) -> str | None:
     windows = memory["step"]
     per_window = round((windows[-1] - windows[0]) / (len(windows) - 1))
     return f"MEMORY GROWS every {per_window} steps: {named}{more}"
+
+
+def _heat(document: Document) -> str | None:
+    heat = document.get("heat")  # reports of earlier versions lack it
+    if heat is None:
+        return None
+    far, spared = heat["cross_node_bytes"], heat["hot_direct_bytes"] - heat["hot_far_bytes"]
+    colliding = "" if heat["colliding_share"] is None else f" ({heat['colliding_share']:.0%} of the colliding ones)"
+    return (
+        f"{heat['rows']:,} hot rows{colliding}: {far / 1e6:.3g} MB per step between nodes, {(far + spared) / 1e6:.3g} without "
+        f"their route, which adds {heat['hot_near_bytes'] / 1e6:.3g} within nodes; {heat['rows_of_half']:,} rows make 50% of "
+        f"all accesses, {heat['rows_of_most']:,} make 90%; largest load of an owner {heat['largest_load']:.2f}x the mean"
+    )
 
 
 def _mib(size: float) -> str:

@@ -20,7 +20,7 @@ from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.collection.history import window_scalars
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from tests.helpers.reports import full_report, growing_memory, report_of, run_info, step
+from tests.helpers.reports import HEAT, full_report, growing_memory, report_of, run_info, step
 
 PLAN = PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 0, 3)
 
@@ -215,7 +215,18 @@ def test_text_of_waits_that_are_not_divided() -> None:
 
 def test_text_says_nothing_of_what_is_not_known() -> None:
     text = str(report_of(np.array([[step(2.0, forward=1.0)]]), wait_attribution=WaitAttribution(True, 0.0)))
-    for word in ("what if", "differ", "one clock", "samples explain", "samples/s", "hid ", "INCOMPLETE", "left out", "memory"):
+    for word in (
+        "what if",
+        "differ",
+        "one clock",
+        "samples explain",
+        "samples/s",
+        "hid ",
+        "INCOMPLETE",
+        "left out",
+        "memory",
+        "hot",
+    ):
         assert word not in text
     assert "1 rank on cpu, 1 step\n" in text
     assert _figures(_line(report_of(np.array([[step(2.0)]])), "bubble b")) == ["100.0%"]
@@ -253,6 +264,13 @@ def test_text_of_memory_names_who_holds_most_and_whose_grows() -> None:
     many.current[:] = many.current[:, -1:] * np.arange(1, 11)
     line = _line(full_report(parts=np.array([[step(0.1, forward=0.05)] * 10] * 3), memory=many), "MEMORY GROWS")
     assert [int(rank) for rank in re.findall(r"rank (\d+)", line)] == list(range(9, 1, -1)) and "2 more" in line
+
+
+def test_text_of_hot_rows_compares_bytes_with_those_of_the_direct_route() -> None:
+    line = _line(full_report(), "4,675 hot rows")
+    figures = ["88%", "5", "6", "1.5", "353", "50%", "12,345", "90%", "1.04x"]
+    assert re.findall(r"\d[\d.,]*[%x]?", line)[1:] == figures
+    assert "colliding" not in _line(full_report(heat={**HEAT, "colliding_share": None}), "4,675 hot rows")
 
 
 def test_the_largest_cause_beside_a_progress_bar() -> None:

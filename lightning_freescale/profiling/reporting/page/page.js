@@ -62,6 +62,7 @@ function show(report, packed) {
   ranks(body("ranks"), report);
   memory(body("memory"), report.memory);
   exchanges(body("exchanges"), report.exchanges);
+  heat(body("heat"), report.heat);
   host(body("host"), report.host_s, report.summary.step_s);
   device(body("device"), report.device_idle);
   certainty(body("certainty"), report);

@@ -42,6 +42,17 @@ function exchanges(body, list) {
       duration(one.transfer_s), ...(undivided ? [duration(one.wait_s)] : []), duration(one.hidden_s), bytes(one.moved_bytes), latest(one.last)]))));
 }
 
+function heat(body, hot) {
+  document.getElementById("heat").hidden = !hot;
+  if (!hot) return body.replaceChildren();
+  const intro = `${plural(hot.rows, "row")} in the current lists, which pass from node to node once for all ranks of a node. ${plural(hot.rows_of_half, "row")} make 50 % of all accesses, and ${grouped(hot.rows_of_most)} make 90 %.`
+    + ` The owner with the most accesses has ${times(hot.largest_load)} the mean.` + (known(hot.colliding_share) ? ` Of the colliding rows of other nodes, ${percent(hot.colliding_share)} are hot.` : "");
+  const spared = hot.hot_direct_bytes - hot.hot_far_bytes;
+  return body.replaceChildren(el("p", { class: "lead" }, intro), table("Bytes that a rank sends per step", [[""], ["sent"], ["without the route", "If every rank had sent all rows directly."]], [
+    row("hot rows, between nodes", [bytes(hot.hot_far_bytes), bytes(hot.hot_direct_bytes)]), row("hot rows, within the node", [bytes(hot.hot_near_bytes), bytes(0)]),
+    row("all rows, between nodes", [bytes(hot.cross_node_bytes), bytes(hot.cross_node_bytes + spared)]), row("all rows", [bytes(hot.sent_bytes), bytes(hot.sent_bytes + spared - hot.hot_near_bytes)])]));
+}
+
 function host(body, sections, step) {
   const found = Object.entries(sections).sort((a, b) => b[1] - a[1]);
   if (!found.length) return body.replaceChildren(el("p", { class: "empty" }, "No host overhead was recorded."));

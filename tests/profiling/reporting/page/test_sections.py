@@ -68,7 +68,7 @@ def test_tables_and_bars_of_a_run(show):
 @pytest.mark.slow
 def test_what_a_report_does_not_have_is_left_out_or_said(show):
     page = show(bare(2, 3))
-    assert not any(_visible(page, name) for name in ("device", "balance", "memory", "selector", "ablation"))
+    assert not any(_visible(page, name) for name in ("device", "balance", "memory", "heat", "selector", "ablation"))
     said = {name: words(page, f"#{name} .body") for name in ("host", "exchanges", "what-if", "imbalance", "waterfall")}
     assert [name for name, text in said.items() if not text or rows(page, name)] == []
     (nothing,) = {words(show(document(median_step={"step": 7, "ranks": [[], []]})), "#waterfall .body")}
@@ -100,6 +100,20 @@ def test_memory_stands_in_a_table_and_a_rank_that_grows_stands_out(show):
     ]
     assert every(page, "#memory tr.slow", "e.dataset.rank") == ["1"]
     assert "1.31 for the peaks" in words(page, "#memory .body")
+
+
+@pytest.mark.slow
+def test_bytes_of_hot_rows_stand_beside_those_of_the_direct_route(show):
+    page = show(full_report().document())
+    assert rows(page, "heat") == [
+        ["hot rows, between nodes", "1.91 MiB", "2.86 MiB"],
+        ["hot rows, within the node", "1.43 MiB", "0 B"],
+        ["all rows, between nodes", "4.77 MiB", "5.72 MiB"],
+        ["all rows", "10.5 MiB", "10.0 MiB"],
+    ]
+    text = words(page, "#heat .body")
+    assert "4,675 rows in the current lists" in text and "353 rows make 50" in text and "12,345 make 90" in text
+    assert "1.04x the mean" in text and "87.5" in text
 
 
 def run_of(label, step_s, bubble, run=(), summary=(), **changes):
