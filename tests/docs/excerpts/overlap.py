@@ -1,5 +1,7 @@
 """docs/overlap.md: ids given by a method, with the Trainer."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import torch
 from quick_start import DIM, Histories
@@ -39,7 +41,10 @@ def _by_item(histories: list[Tensor]) -> dict:
 if __name__ == "__main__":
     page = Excerpts("docs/overlap.md")
     page.python(globals())
+    page.python(globals())
     page.end()
+    told = SimpleNamespace(global_step=3), None, "item", torch.arange(2), torch.ones(2)
+    PrintHotRows().on_hot_rows_changed(*told)
     Hashed.embedding_ids = embedding_ids
     histories = Histories(64)
     data = FreeScaleDataModule(histories, histories.lengths, batch_size=8, collate_fn=_by_item)
