@@ -26,7 +26,6 @@ class Part:
         int32: True if ids have 32 bits.
         permuted: True if a lookup has its features in another order, with one that no table has.
         sharding: type of each table in the plan if possible, see :meth:`Case.shards`; empty without a plan.
-        data_type: data type of the weights.
     """
 
     rows: tuple[int, ...]
@@ -44,7 +43,6 @@ class Part:
     int32: bool = False
     permuted: bool = False
     sharding: tuple[str, ...] = ()
-    data_type: str = "FP32"
 
     @property
     def names(self) -> list[list[str]]:

@@ -69,7 +69,6 @@ def _further(case: Case) -> Case:
     draw = random.Random(f"further {case.seed}")
     pick, tables = draw.choice, draw.random()
     dim = pick([6, 10, 50]) if tables < 0.1 else None
-    data_type = pick(["FP16", "BF16"]) if tables > 0.98 else "FP32"
     plan = pick(PLANS) if draw.random() < 0.6 else None
     if plan and COLUMNS in plan and dim is None:
         dim = pick([8, 16, 24])  # that can be split
@@ -90,7 +89,6 @@ def _further(case: Case) -> Case:
             weights=pick(["", "learned"] if weighted else ["", "", "ignored", "learned"]),
             batches=pick(["", "", "inverse", "variable"] if part.bags else ["", "", "inverse"]),
             permuted=draw.random() < 0.4,
-            data_type="FP32" if weighted else data_type,  # the unsharded module refuses weights of another type
         )
 
     return replace(
@@ -128,7 +126,6 @@ def drawn(case: Case) -> list[str]:
         "ids of 32 bits": some(lambda p: p.int32),
         "permuted features": some(lambda p: p.permuted),
         "other widths": some(lambda p: any(dim % 4 for dim in p.dims)),
-        "tables of 16 bits": some(lambda p: p.data_type != "FP32"),
         "overlap=False": case.further_way == "overlap=False",
         "mixed plan": some(lambda p: len(set(planned(p))) > 1),
         **{f"{kind} plan": some(lambda p, kind=kind: kind in planned(p)) for kind in (ROWS, WHOLE, COLUMNS)},

@@ -16,7 +16,6 @@ from torchrec import (
     EmbeddingConfig,
     PoolingType,
 )
-from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 HIDDEN, SCALES, EPS = 8, 5, 1e-4  # with a smaller eps, rounding becomes a step where gradients cancel
@@ -167,7 +166,7 @@ def _collection(index: int, part: Part) -> nn.Module:
     configs: list[Any] = []
     for table, (rows, dim, names) in enumerate(zip(part.rows, part.dims, part.names)):
         of_both: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "feature_names": names}
-        of_both |= {"name": f"t{index}_{table}", "data_type": DataType[part.data_type]}
+        of_both["name"] = f"t{index}_{table}"
         if part.bags:
             pooling = PoolingType.MEAN if part.bags[table] == "mean" else PoolingType.SUM
             configs.append(EmbeddingBagConfig(**of_both, pooling=pooling))

@@ -14,7 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
 from lightning_freescale.embeddings.overlap.row_codec import RowCodec
 from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
@@ -72,6 +72,7 @@ def _as_plain(optimizer: str, types: tuple[DataType, ...], dim: int, ways: dict[
     assert len(set(plain.losses)) > STEPS / 2, "the loss must move, or equality means nothing"
     found = {}
     for name, options in ways.items():
+        id_exchange.heads_travel_apart = lambda device, name=name: name == "heads apart"  # as on a GPU
         mine = train_overlapped(how, data, make=partial(Sequences, types, dim), **options)
         dtypes = {mine.tables[name.rpartition(".")[2]].dtype for name in TABLES}
         assert dtypes == {DTYPES[kind] for kind in types}
@@ -80,7 +81,7 @@ def _as_plain(optimizer: str, types: tuple[DataType, ...], dim: int, ways: dict[
     return found
 
 
-WAYS: dict[str, dict[str, Any]] = {"known": {}, "late, wrong or unknown": {"submit": ids_by_turns}}
+WAYS: dict[str, dict[str, Any]] = {"known": {}, "late, wrong or unknown": {"submit": ids_by_turns}, "heads apart": {}}
 
 
 @pytest.mark.parametrize(
