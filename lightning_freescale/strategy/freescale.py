@@ -132,6 +132,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._tuner: Tuner | None = None
         self._clipping: TableClipping | None = None
         self._loss_weight, self._warned_of_loader = 1.0, False
+        self._hot_rows_hooks: list[Callable[..., Any]] = []  # on_hot_rows_changed of the callbacks that have it
         self._hides_nothing = ""  # why compute hides no exchange; empty if it hides all
 
     def __repr__(self) -> str:
@@ -228,8 +229,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if step is None:
             return super().training_step(*args, **kwargs)
         step.before_forward(args[0], updates=not self.accumulating)
-        if step.with_hot_rows:
-            self._tell_hot_rows(step.changed_hot_rows())
+        if self._hot_rows_hooks:
+            for table, (rows, counts) in step.changed_hot_rows().items():
+                for hook in self._hot_rows_hooks:
+                    hook(self.trainer, self.lightning_module, table, rows, counts)
         with step.forward():
             output = super().training_step(*args, **kwargs)
         step.end_forward()
@@ -291,6 +294,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if step is not None:
             # an inner fit, such as that of BatchSizeFinder, may have failed, or may have left a setting of a trial
             step.update_due, step.split_backward = False, self.split_backward
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            self._hot_rows_hooks = [each.on_hot_rows_changed for each in callbacks if hasattr(each, "on_hot_rows_changed")]
         self.at_teardown.enter_context(micro_batches_in(trainer, None if step is None else step.take_loaded))
         assert self._tuner is not None
         self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
@@ -346,14 +351,6 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self.table_step.end_backward()
             self.overlap_report = self.table_step.report()
         return self.overlap_report
-
-    def _tell_hot_rows(self, changed: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Call ``on_hot_rows_changed`` of the callbacks that have this method."""
-        trainer: Any = self.trainer
-        hooks = [hook for each in trainer.callbacks if (hook := getattr(each, "on_hot_rows_changed", None)) is not None]
-        for table, (rows, counts) in changed.items():
-            for hook in hooks:
-                hook(trainer, self.lightning_module, table, rows, counts)
 
     def _following_batch(self, trainer: Trainer, batch: Any) -> Any:
         """Return the batch that follows ``batch``, or ENDED, or UNKNOWN. Call it once at the start of each batch."""

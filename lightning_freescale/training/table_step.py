@@ -58,9 +58,6 @@ class TableStep:
         # the paths of the collections that the engine updates, and the collections that TorchRec updates during backward
         self.overlapped = frozenset() if engine is None else frozenset(engine.modules)
         self.plain = [collection for collection, _ in tables.modules if collection.path not in self.overlapped]
-        self.with_hot_rows = (
-            [] if engine is None else [part for part in engine.collections.values() if part.hot_list is not None]
-        )
         self.update_due = False  # whether a backward was computed whose optimizer step has yet to follow
         self.looks_ahead = lookahead is not None  # whether the next rows are fetched while the current batch computes
         self._lookahead, self._timeline = lookahead, timeline or Timeline()
@@ -242,7 +239,7 @@ class TableStep:
         Between :meth:`before_forward` and the forward, they are new in the same step on all ranks.
         """
         changed: dict[str, tuple[Tensor, Tensor]] = {}
-        for part in self.with_hot_rows:
+        for part in () if self.engine is None else self.engine.collections.values():
             if part.hot_list is not None and part.hot_list.changed:
                 part.hot_list.changed = False
                 changed |= part.hot_rows()
