@@ -12,9 +12,9 @@ overlap    ids are sent ahead, and rows and gradients are sent during compute
 dedup      each row once per rank and step
 split      the gradients of the dense weights, a share of compute, come last, while those of the rows are sent
 window     2 micro-batches, in which the tables do not change
-two-level  rows for several ranks of a host cross the network once; with netlab's ``--ranks-per-host``
+hot-rows   hot rows for several ranks of a host cross the network once; with netlab's ``--ranks-per-host``
 
-Dedup requires lookahead here. No cache replicates hot rows, because two levels save the same bytes exactly. In all overlapped
+Dedup requires lookahead here. No cache replicates hot rows, because their route saves the same bytes exactly. In all overlapped
 exchanges, higher lanes have priority.
 
 The bubble b is 1 - compute summed over ranks / (ranks x wall time). Let P, F and X be the time per step without compute of

@@ -30,11 +30,11 @@ RUNGS: dict[str, dict[str, Any]] = {
     "floor": {"balance": True, "overlap": "torchrec"},
     "plain": {"overlap": "torchrec"},
     "balance": {"balance": True},
-    "overlap": {"overlap": True},
+    "overlap": {"overlap": True, "hot_rows": 0},
     "dedup": {"dedup": True},
     "split": {"split_backward": True},
     "window": {"micro_batches": 2},
-    "two-level": {"exchange": "two_level"},
+    "hot-rows": {"hot_rows": "auto", "rerank_every_n_steps": 50},
 }
 """What each adds to those before it; the floor and plain stand for themselves."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.optimizer import TableOptimizer
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, hot_route
+from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.split_backward import after_the_others
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from lightning_freescale.embeddings.sharding import TableSharding
@@ -217,6 +219,7 @@ class Ours:
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)
         self.engine = OverlapEngine(tables, dedup=True, timeout=timedelta(seconds=120), **options)
+        self._before: dict[str, float] = {}
 
     def steps(self, batches: Sequence[Batch]) -> Iterator[None]:
         """Train one step per batch; nothing is pending at the end."""
@@ -229,9 +232,21 @@ class Ours:
             yield
         self.engine.drain()
 
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """Take steps without compute, in which the engine chooses hot rows."""
+        recommender = self.model.module
+        seconds, recommender.seconds = recommender.seconds, 0.0
+        for _ in self.steps(batches):
+            pass
+        recommender.seconds = seconds
+
+    def count_anew(self) -> None:
+        """Begin the counts of :meth:`sent`."""
+        self._before = self.engine.statistics()
+
     def sent(self) -> dict[str, float]:
-        """Return the counters of the engine, with the bytes sent to other ranks since the start."""
-        counted = self.engine.statistics()
+        """Return the counters of the engine, with the bytes sent to other ranks, since the start or :meth:`count_anew`."""
+        counted = {name: value - self._before.get(name, 0.0) for name, value in self.engine.statistics().items()}
         return {**counted, "bytes": sum(counted[name] for name in ("ids_bytes", "colliding_bytes", "non_colliding_bytes"))}
 
     def close(self) -> None:
@@ -269,11 +284,29 @@ class InMicroBatches(Ours):
         self.engine.drain()
 
 
+class _AllRows(HotList):
+    """A list of all rows, for which nothing is counted."""
+
+    begun = True
+
+    def contain(self, keys: Tensor) -> Tensor:
+        return torch.ones_like(keys, dtype=torch.bool)
+
+    def count(self, *requests: Any) -> None:
+        pass
+
+
+def every_row_hot() -> AbstractContextManager[Any]:
+    """Return a context in which engines are made that send every row of other nodes in two hops."""
+    return patch.object(hot_route, "HotList", _AllRows)
+
+
 def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_node: int = 1) -> dict[str, Any]:
     """Create the variants called ``names``; variants that look up as TorchRec does share a table. Collective.
 
     ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
-    ``"floor-micro-4"`` is the floor with 4 micro-batches, ``"two-level"`` the engine on nodes of ``ranks_per_node`` ranks.
+    ``"floor-micro-4"`` is the floor with 4 micro-batches. On nodes of ``ranks_per_node`` ranks, ``"hot-rows"`` is the engine
+    with the hot rows that it chooses, and ``"two-level"`` with every row hot.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
@@ -290,9 +323,12 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
                 torch.manual_seed(0)
                 model = SplitRecommender(rows, dim, seconds)
             parts = int(name.rpartition("-")[2]) if "-" in name else 1
-            made[name] = Ours(model) if parts == 1 else InMicroBatches(model, parts)
+            made[name] = Ours(model, hot_rows=0, ranks_per_node=ranks_per_node) if parts == 1 else InMicroBatches(model, parts)
         elif name == "two-level":
-            made[name] = Ours(model, exchange="two_level", ranks_per_node=ranks_per_node)
+            with every_row_hot():
+                made[name] = Ours(model, hot_rows=1, ranks_per_node=ranks_per_node)
+        elif name == "hot-rows":
+            made[name] = Ours(model, hot_rows="auto", ranks_per_node=ranks_per_node)
         elif name == "embedding":
             torch.manual_seed(0)
             made[name] = Ours(PlainRecommender(rows, dim, seconds))

@@ -96,6 +96,7 @@ class Case:
     evaluates: bool = False
     uneven: bool = False
     further_way: str = "dedup=False"
+    hot_rows: str | int | float = 0
 
     def shards(self, part: Part, table: int) -> tuple[str, int]:
         """Return the type by which the plan shards a table, and into how many parts; whole if it cannot be split as drawn."""
@@ -117,10 +118,11 @@ def divided(case: Case) -> Case:
 
 
 def on_two_nodes(case: Case) -> Case:
-    """Return the same case with 4 ranks, 2 on each of 2 nodes, whose exchange is in two levels."""
-    return replace(case, ranks=4, nodes=2)
+    """Return the same case with 4 ranks, 2 on each of 2 nodes, and hot rows."""
+    hot_rows = random.Random(f"hot rows {case.seed}").choice([0, "auto", 0.5, 1.0, 7])
+    return replace(case, ranks=4, nodes=2, hot_rows=hot_rows)
 
 
 def sharded_ways(case: Case) -> tuple[str, ...]:
     """Return the names of the fits that are compared with that under ``"ddp"``."""
-    return ("freescale", case.further_way) if case.nodes == 1 else ("two_level",)
+    return ("freescale", case.further_way) if case.nodes == 1 else ("hot rows",)

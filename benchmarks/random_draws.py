@@ -126,6 +126,7 @@ def drawn(case: Case) -> list[str]:
         "ids of 32 bits": some(lambda p: p.int32),
         "permuted features": some(lambda p: p.permuted),
         "other widths": some(lambda p: any(dim % 4 for dim in p.dims)),
+        f"hot_rows={case.hot_rows!r}": case.nodes > 1,
         "overlap=False": case.further_way == "overlap=False",
         "mixed plan": some(lambda p: len(set(planned(p))) > 1),
         **{f"{kind} plan": some(lambda p, kind=kind: kind in planned(p)) for kind in (ROWS, WHOLE, COLUMNS)},

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -21,6 +22,8 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.embeddings.overlap import hot_route
+from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts
 from lightning_freescale.embeddings.plain_embedding import as_collection
 
 
@@ -44,10 +47,13 @@ def run_case(case: Case) -> dict[str, Outcome]:
     if case.nodes > 1:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
-        return {
-            "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
-            "two_level": _fit(case, FreeScaleStrategy(**options, exchange="two_level")),
-        }
+        options |= {"hot_rows": case.hot_rows, "rerank_every_n_steps": 2}
+        # measured costs are those of one machine, where no row is hot
+        with patch.object(hot_route, "measure_links", lambda *_: LinkCosts(1e-9, 1e-8, near_latency_s=0.0)):
+            return {
+                "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
+                "hot rows": _fit(case, FreeScaleStrategy(**options)),
+            }
     further = {"dedup": False} if case.further_way == "dedup=False" else {"overlap": False, "split_backward": False}
     return {
         "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),

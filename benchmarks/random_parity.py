@@ -1,9 +1,9 @@
 """Is a fit under "freescale" that under "ddp"? Random models, data, optimizers and Trainer options, many of them.
 
-Each case trains the same small LightningModule unsharded under ``"ddp"``, and sharded, with and without dedup or overlap, or in
-two levels. Adam under ``"ddp"`` leaves rows without a gradient alone, as it does on tables. A defect is a loss, a prediction, a
-weight or a random number that differs, or an error after the first step; refusals before it are counted apart, as are fits that
-fail under ``"ddp"``.
+Each case trains the same small LightningModule unsharded under ``"ddp"``, and sharded, with and without dedup or overlap, or
+with hot rows. Adam under ``"ddp"`` leaves rows without a gradient alone, as it does on tables. A defect is a loss, a prediction
+or a weight that differs, or a random number, or an error after the first step; refusals before it are counted apart, as are
+fits that fail under ``"ddp"``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after that time")
     parser.add_argument("--micro-batches", action="store_true", help="train sharded with 2 to 4 micro-batches per step")
-    parser.add_argument("--two-level", action="store_true", help="4 ranks on 2 nodes, sharded with exchange='two_level'")
+    parser.add_argument("--hot-rows", action="store_true", help="4 ranks on 2 nodes, sharded with hot_rows=")
     options = parser.parse_args()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -41,7 +41,7 @@ def main() -> None:
         case = random_case(seed)
         if options.micro_batches:
             case = divided(case)
-        if options.two_level:
+        if options.hot_rows:
             case = on_two_nodes(case)
         kind, texts = _compared(case)
         for text in texts:

@@ -61,7 +61,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     Args:
         plan: see :class:`lightning_freescale.FreeScaleStrategy`, as for ``transport``, ``overlap``, ``dedup``, ``ids_of``,
-            ``shard``, ``split_backward``, ``exchange`` and ``wire``.
+            ``shard``, ``split_backward``, ``hot_rows``, ``rerank_every_n_steps`` and ``wire``.
         clip_gradients: whether to allow ``fabric.clip_gradients`` over dense parameters and tables. Rows are then updated after
             all gradients are known, so less of the exchange is overlapped.
         **ddp_options: ``timeout`` applies to all process groups. By default, Lightning's timeout applies to the default group
@@ -82,7 +82,8 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level"] = "flat",
+        hot_rows: Literal["auto"] | int | float = "auto",
+        rerank_every_n_steps: int = 200,
         wire: str | Mapping[str, str] = "float32",
         clip_gradients: bool = False,
         **ddp_options: Any,
@@ -92,7 +93,9 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             refuse_unknown_options(ddp_options, FreeScaleFabricStrategy)
             super().__init__(**ddp_options)
             refuse_ddp_options(*self.unsupported_options)
-            self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange, wire)
+            self.set_options(
+                plan, transport, overlap, dedup, ids_of, shard, split_backward, hot_rows, rerank_every_n_steps, wire
+            )
         if clip_gradients and self.by_torchrec:
             raise ValueError(
                 f"{_NAME}(overlap='torchrec', clip_gradients=True): TorchRec updates tables during backward, before their "

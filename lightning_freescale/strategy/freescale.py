@@ -69,10 +69,13 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             the rows are sent. The gradients of each rank are bitwise the same. It needs memory: the inputs of linear layers
             and the gradients of their outputs are kept until then. See
             :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
-        exchange: the route of rows and gradients. ``"flat"``: directly between the owner and every rank. ``"two_level"``: rows
-            that several ranks of a node need cross the network once, and their gradients are summed within the node first. It
-            is faster with several nodes of several ranks each and a slow network between them. With one node or one rank per
-            node it falls back to ``"flat"`` and logs this.
+        hot_rows: which rows are hot. A hot row that several ranks of a node request crosses the network once per step, and so
+            does the sum of its gradients in the node. All other rows are sent between their owner and every rank. ``"auto"``:
+            the rows for which this is faster, by the measured costs of transfers within and between nodes. An int: this number
+            of rows. A float: the rows that on average at least this share of a node's ranks requests. 0: none. It has an
+            effect with several nodes of several ranks each, and with ``dedup``.
+        rerank_every_n_steps: the number of steps after which hot rows are chosen again. Requests before the last choice have
+            less weight. The first choices come sooner. Results differ between choices by the order of summation.
         wire: the type in which rows and gradients are sent, ``"float32"``, ``"bfloat16"`` or ``"float16"``, or a dict with the
             types of ``"rows"`` and ``"gradients"``. A 16-bit type halves the bytes. **It changes the results**, because every
             value is rounded, also the rows of evaluation. Use bfloat16 for gradients: float16 makes values below 3e-8 zero.
@@ -114,7 +117,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         ids_of: Callable[[Any], Any] | None = None,
         shard: Sequence[str] | Literal["auto"] | None = None,
         split_backward: bool = False,
-        exchange: Literal["flat", "two_level"] = "flat",
+        hot_rows: Literal["auto"] | int | float = "auto",
+        rerank_every_n_steps: int = 200,
         wire: str | Mapping[str, str] = "float32",
         target_bubble_reduction: float | None = None,
         checkpoint: Literal["single", "sharded", "async"] = "single",
@@ -123,7 +127,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         refuse_unknown_options(ddp_options, FreeScaleStrategy)
         refuse_options(checkpoint, target_bubble_reduction)
         super().__init__(CheckpointFiles(checkpoint), **ddp_options)
-        self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, exchange, wire)
+        self.set_options(plan, transport, overlap, dedup, ids_of, shard, split_backward, hot_rows, rerank_every_n_steps, wire)
         self.target_bubble_reduction = target_bubble_reduction
         self.timeline = Timeline()
         self.overlap_report: OverlapReport | None = None

@@ -68,19 +68,13 @@ class TableStrategy:
         ids_of: Callable[[Any], Any] | None,
         shard: Shard,
         split_backward: bool,
-        exchange: str,
+        hot_rows: Literal["auto"] | int | float,
+        rerank_every_n_steps: int,
         wire: str | Mapping[str, str],
     ) -> None:
         """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
         if overlap not in (True, False, "torchrec"):
             raise ValueError(f"FreeScaleStrategy(overlap={overlap!r}): pass True, False or 'torchrec'")
-        if exchange not in ("flat", "two_level"):
-            raise ValueError(f"FreeScaleStrategy(exchange={exchange!r}): pass 'flat' or 'two_level'")
-        if exchange == "two_level" and not dedup:
-            raise ValueError(
-                "FreeScaleStrategy(exchange='two_level', dedup=False): the two-level exchange sums gradients within a node "
-                "first, so results are not bitwise those of TorchRec. Remove one of the two options"
-            )
         self.by_torchrec = overlap == "torchrec"
         overlaps = overlap and not self.by_torchrec
         self.no_overlap = "" if overlaps else f"FreeScaleStrategy(overlap={overlap!r}) hides no exchange"
@@ -91,22 +85,33 @@ class TableStrategy:
             raise ValueError(
                 f"FreeScaleStrategy({text}): {self.no_overlap}, so it has no effect. Remove one of the two options"
             )
-        if wire != "float32":
-            from lightning_freescale.embeddings.overlap.row_codec import wire_types
-
-            wire_types(wire)
-            if self.by_torchrec:
-                raise ValueError(
-                    f"FreeScaleStrategy(wire={wire!r}, overlap='torchrec'): TorchRec's exchange sends float32. Remove one "
-                    "of the two options"
-                )
+        self._check_exchange(dedup, hot_rows, rerank_every_n_steps, wire)
         paths = [] if shard is None or shard == "auto" else shard
         if isinstance(paths, str) or not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
             example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
             raise TypeError(f"FreeScaleStrategy(shard={shard!r}): pass a list of paths, such as {example}, or 'auto'")
         self.plan, self.transport = plan, ProcessGroupFreeScaleOptions(transport).transport
         self.overlap, self.dedup, self.ids_of, self.shard = not self.no_overlap, dedup, ids_of, shard
-        self.split_backward, self.exchange, self.wire = split_backward, exchange, wire
+        self.split_backward, self.wire = split_backward, wire
+        self.hot_rows_option, self.rerank_every_n_steps = hot_rows, rerank_every_n_steps
+
+    def _check_exchange(
+        self, dedup: bool, hot_rows: Literal["auto"] | int | float, every_n_steps: int, wire: str | Mapping[str, str]
+    ) -> None:
+        """Raise a ValueError for options of the exchange that are not allowed or have no effect."""
+        given = {f"hot_rows={hot_rows!r}": hot_rows != "auto", f"wire={wire!r}": wire != "float32"}
+        given[f"rerank_every_n_steps={every_n_steps!r}"] = every_n_steps != 200
+        for text in (text for text, is_given in given.items() if is_given and self.by_torchrec):
+            raise ValueError(
+                f"FreeScaleStrategy({text}, overlap='torchrec'): TorchRec's exchange does not have the first option, so it has "
+                "no effect. Remove one of the two options"
+            )
+        if any(given.values()):
+            from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
+            from lightning_freescale.embeddings.overlap.row_codec import wire_types
+
+            check_hot_rows(hot_rows, every_n_steps, dedup)
+            wire_types(wire)
 
     @property
     def engine(self) -> OverlapEngine | None:
@@ -345,12 +350,12 @@ def new_table_step(
 def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str, Any]) -> OverlapEngine:
     from lightning_freescale.embeddings.overlap import OverlapEngine
 
-    exchange, nodes, ranks = strategy.exchange, strategy.num_nodes, strategy.num_processes
-    if exchange == "two_level" and 1 in (nodes, ranks):
+    hot_rows, nodes, ranks = strategy.hot_rows_option, strategy.num_nodes, strategy.num_processes
+    if hot_rows not in ("auto", 0) and 1 in (nodes, ranks):
         rank_zero_info(
-            f"strategy 'freescale': exchange='two_level' with num_nodes={nodes} and {ranks} ranks per node uses the flat "
-            "exchange. Two levels need several nodes with several ranks each"
+            f"strategy 'freescale': hot_rows={hot_rows!r} has no effect with num_nodes={nodes} and {ranks} ranks per node. Hot "
+            "rows need several nodes with several ranks each"
         )
-        exchange = "flat"
-    clips = {**clips, "hot_rows": 0 if exchange == "flat" else 1 / ranks, "ranks_per_node": ranks, "wire": strategy.wire}
-    return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **clips)
+    options = {**clips, "hot_rows": hot_rows, "rerank_every_n_steps": strategy.rerank_every_n_steps, "wire": strategy.wire}
+    options["ranks_per_node"] = ranks
+    return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **options)

@@ -23,6 +23,7 @@ import cuda_code
 import faults
 import harness
 import host_work
+import hot_rows
 import interactions
 import netlab
 import numpy as np
@@ -33,7 +34,6 @@ import pytest
 import simulator_netlab
 import simulator_published
 import suite
-import two_level
 from convergence_models import ELSEWHERE, FREESCALE, Recipe
 from cuda_code import package_files, unclassified
 
@@ -178,16 +178,18 @@ def test_script_of_two_ranks(script: str, tmp_path: Path) -> None:
 def test_scripts_that_start_ranks(run: Run) -> None:
     """Check the requests of other nodes against the ids."""
     size = ["--rows", 3000, "--dim", 4, "--batch", 2, "--steps", 3, "--ranks-per-node", 2, "--hot", 1]
-    figures = run(two_level, *size)
+    figures = run(hot_rows, *size, "--warm-up", 8, "--rerank-every", 8)
     draw, per_row = overlap_workload.production(3000, 2), 4 + 2 + 2 * 4 * 4
     crossed = {"flat": 0, "two_level": 0}
-    for step in (1, 2):
+    for step in (9, 10):
         for node in (0, 1):
             own = [np.unique(draw(step, rank)[0]) for rank in (2 * node, 2 * node + 1)]
             for way, asked in (("flat", own), ("two_level", [np.unique(np.concatenate(own))])):
                 crossed[way] += sum(int((ids // 1500 != node).sum()) for ids in asked)
     for way, rows in crossed.items():
         assert figures[f"{way}_hot_bytes"] == pytest.approx(rows * per_row / 2)
+    assert figures["two_level_hot_bytes"] < figures["auto_hot_bytes"] < figures["flat_hot_bytes"]
+    assert figures["flat_sent_bytes"] < figures["auto_sent_bytes"] < figures["two_level_sent_bytes"]
     figures = run(comm_stress, "--ranks", 2, "--collectives", 600, "--seed", 3)
     kinds = [count for name, count in figures.items() if name.startswith("kind_")]
     assert figures["wrong"] == 0 and len(kinds) >= 5 and min(kinds) > 0 and sum(kinds) == 600

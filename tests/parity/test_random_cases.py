@@ -42,7 +42,7 @@ def test_a_random_case_on_two_nodes_is_that_of_ddp(seed: int) -> None:
     case = on_two_nodes(divided(random_case(seed)) if seed % 2 else random_case(seed))
     ranks = run_distributed(run_case, case.ranks, case)
     assert defects(ranks) == []
-    assert {outcomes["two_level"].error for outcomes in ranks} == {""}, "nothing was refused"
+    assert {outcomes["hot rows"].error for outcomes in ranks} == {""}, "nothing was refused"
 
 
 SEVERAL_COLLECTIONS = (5001, 5021, 5057, 5092, 5113, 5149)

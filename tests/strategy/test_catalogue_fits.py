@@ -166,10 +166,10 @@ def test_checkpoints_are_those_of_the_whole_weight(tmp_path: Path, optimizer: st
 
 
 def _on_two_nodes(way: str, path: Path | None = None, save: int | None = None, resume: int | None = None) -> Any:
-    """Two ranks of each node, in two levels; windows of two batches."""
+    """Two ranks of each node, with hot rows; windows of two batches."""
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
-    strategy = "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"], exchange="two_level")
+    strategy = "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"], hot_rows=0.5, rerank_every_n_steps=1)
     torch.manual_seed(0)
     saving = [SaveAfterBatches(f"{path}/", () if save is None else (save,))]
     options = {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 2, "max_epochs": 1, "callbacks": saving}
@@ -179,12 +179,12 @@ def _on_two_nodes(way: str, path: Path | None = None, save: int | None = None, r
     return fit(made, loader, strategy=strategy, ckpt_path=None if resume is None else f"{path}/{resume}", **options)
 
 
-def _in_two_levels(path: Path) -> Any:
+def _with_hot_rows(path: Path) -> Any:
     return [_on_two_nodes("ddp"), _on_two_nodes("freescale", path, save=3), _on_two_nodes("freescale", path, resume=3)]
 
 
-def test_two_levels_and_a_resume_inside_a_window(tmp_path: Path) -> None:
-    for ddp, whole, resumed in run_distributed(_in_two_levels, 4, tmp_path):
+def test_hot_rows_and_a_resume_inside_a_window(tmp_path: Path) -> None:
+    for ddp, whole, resumed in run_distributed(_with_hot_rows, 4, tmp_path):
         assert whole.losses == pytest.approx(ddp.losses, rel=1e-5)
         assert resumed.losses == pytest.approx(whole.losses[3:], rel=1e-6)
         assert_same(resumed.weights, whole.weights, rtol=1e-5, atol=1e-6)

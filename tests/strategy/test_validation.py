@@ -200,8 +200,11 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
         ({"overlap": "tree"}, ValueError, "overlap='tree'.*'torchrec'"),
-        ({"exchange": "tree"}, ValueError, "exchange='tree'"),
-        ({"exchange": "two_level", "dedup": False}, ValueError, "exchange='two_level', dedup=False"),
+        ({"hot_rows": "all"}, ValueError, "hot_rows='all'.*'auto'"),
+        ({"rerank_every_n_steps": 0}, ValueError, "rerank_every_n_steps=0"),
+        ({"hot_rows": 0.5, "dedup": False}, ValueError, r"hot_rows=0\.5.*dedup=False"),
+        ({"overlap": "torchrec", "hot_rows": 0}, ValueError, "hot_rows=0.*overlap='torchrec'.*no effect"),
+        ({"overlap": "torchrec", "rerank_every_n_steps": 9}, ValueError, "rerank_every_n_steps=9.*overlap='torchrec'"),
         ({"overlap": "torchrec", "split_backward": True}, ValueError, "overlap='torchrec'"),
         ({"wire": {"rows": "int8"}}, ValueError, "wire={'rows': 'int8'}.*'bfloat16'"),
         ({"wire": "float16", "overlap": "torchrec"}, ValueError, "wire='float16', overlap='torchrec'"),
@@ -210,6 +213,11 @@ def test_accepted_after_a_refused_fit() -> None:
 def test_refused_by_the_constructor(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FreeScaleStrategy(**options)
+
+
+@pytest.mark.parametrize("options", [{"dedup": False}, {"dedup": False, "hot_rows": 0}, {"overlap": False, "hot_rows": 0.5}])
+def test_accepted_by_the_constructor(options: dict[str, Any]) -> None:
+    assert FreeScaleStrategy(**options).hot_rows_option == options.get("hot_rows", "auto")
 
 
 def test_options_of_ddp() -> None:

@@ -56,16 +56,9 @@ class HotRouting:
     @classmethod
     def of(cls, hot_rows: HotRowsOption, every_n_steps: int, nodes: Nodes | None, dedup: bool) -> HotRouting | None:
         """Return the routing, or None if all rows are cold. Raise a ValueError if the arguments do not fit together."""
-        check_hot_rows(hot_rows)
-        if every_n_steps < 1:
-            raise ValueError(f"rerank_every_n_steps={every_n_steps!r}: pass at least 1.")
+        check_hot_rows(hot_rows, every_n_steps, dedup)
         if hot_rows == 0:
             return None
-        if hot_rows != "auto" and not dedup:
-            raise ValueError(
-                f"hot_rows={hot_rows!r} sums gradients within a node first, so results cannot be bitwise those of TorchRec as "
-                "dedup=False promises. Pass hot_rows=0 or dedup=True."
-            )
         if hot_rows != "auto" and nodes is None:
             raise ValueError(f"hot_rows={hot_rows!r} requires ranks_per_node. Pass the number of ranks of every node.")
         if nodes is None or not dedup or nodes.count == 1 or nodes.each == 1:

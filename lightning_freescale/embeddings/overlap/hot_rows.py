@@ -111,13 +111,20 @@ class LinkCosts:
         return max(_FEWEST_READERS, far / (far - near)) if far > near else math.inf
 
 
-def check_hot_rows(hot_rows: Any) -> None:
-    """Raise a ValueError for a value that the option does not allow."""
+def check_hot_rows(hot_rows: Any, every_n_steps: Any = 1, dedup: bool = True) -> None:
+    """Raise a ValueError for values that the options do not allow."""
     number = isinstance(hot_rows, (int, float)) and not isinstance(hot_rows, bool)
     if hot_rows != "auto" and not (number and (hot_rows >= 0 if isinstance(hot_rows, int) else 0 < hot_rows <= 1)):
         raise ValueError(
             f"hot_rows={hot_rows!r} is not allowed. Pass 'auto'; an int >= 0, the number of hot rows; or a float > 0 and <= 1, "
             "the share of a node's ranks that request a hot row. Pass 0 to send all rows directly."
+        )
+    if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise ValueError(f"rerank_every_n_steps={every_n_steps!r} is not allowed. Pass an int >= 1.")
+    if hot_rows not in ("auto", 0) and not dedup:
+        raise ValueError(
+            f"hot_rows={hot_rows!r} sums gradients within a node first, so results cannot be bitwise those of TorchRec as "
+            "dedup=False promises. Pass hot_rows=0 or dedup=True."
         )
 
 

@@ -1,4 +1,4 @@
-"""Windows of batches, clipping of the dense part and the tables together, and two levels: equal to "ddp", or refused."""
+"""Windows of batches, clipping of the dense part and the tables together, and hot rows: equal to "ddp", or refused."""
 
 from __future__ import annotations
 
@@ -291,17 +291,17 @@ def test_torchs_functions_are_their_own_again() -> None:
     assert run_distributed(_torchs_own, 1) == [[True] * 3]
 
 
-# -- two levels; on several nodes they are in the random cases
+# -- hot rows; on several nodes they are in the random cases
 
 
 def _on_one_node() -> tuple[list[str], float]:
     messages: list[str] = []
     setup.rank_zero_info = messages.append
-    run = Case(options={"max_epochs": 1}).fit({"exchange": "two_level"})
+    run = Case(options={"max_epochs": 1}).fit({"hot_rows": 0.5})
     return messages, run.statistics["cross_node_bytes"]
 
 
-def test_one_level_is_the_flat_exchange() -> None:
+def test_hot_rows_have_no_effect_on_one_node() -> None:
     for messages, crossed in run_distributed(_on_one_node, 2):
-        assert sum("exchange='two_level'" in text and "num_nodes=1" in text for text in messages) == 1
+        assert sum("hot_rows=0.5 has no effect" in text and "num_nodes=1" in text for text in messages) == 1
         assert crossed == 0
