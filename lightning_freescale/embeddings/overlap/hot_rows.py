@@ -136,20 +136,12 @@ _BINS, _PER_OCTAVE, _FIRST_OCTAVE = 44, 2, -2  # of the histogram of reads
 
 @dataclass(frozen=True)
 class HotRowsRule:
-    """The choice of hot rows. See :func:`check_hot_rows` for the values of the option."""
+    """The choice of hot rows. The option has a value that :func:`check_hot_rows` allows, but not 0."""
 
     hot_rows: str | int | float
     nodes: Nodes
     row_bytes: int  # sent per request of a row: its number, its values, and the gradient back
     costs: LinkCosts | None = None  # required for "auto"
-
-    def __post_init__(self) -> None:
-        check_hot_rows(self.hot_rows)
-
-    @property
-    def flat(self) -> bool:
-        """Whether no row is ever hot, so nothing needs to be counted or measured."""
-        return self.hot_rows == 0 or self.nodes.count == 1 or self.nodes.each == 1
 
     def candidates(self, counts: AccessCounts) -> Tensor:
         """Return the rows of this owner that are hot: sorted, int64. Several ranks of a node have to request them."""

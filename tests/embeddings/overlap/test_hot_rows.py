@@ -129,15 +129,6 @@ def test_rows_of_half_of_all_accesses_are_told_from_a_histogram() -> None:
 def test_other_values_of_the_option_are_refused(option: Any) -> None:
     with pytest.raises(ValueError, match=r"^hot_rows=.* is not allowed\. Pass 'auto'; an int .*; or a float .* Pass 0 "):
         check_hot_rows(option)
-    with pytest.raises(ValueError, match=r"^hot_rows="):
-        HotRowsRule(option, NODES, 1)
-
-
-def test_one_node_and_one_rank_per_node_are_flat() -> None:
-    for option in ("auto", 1, 0.1, 1.0):
-        assert HotRowsRule(option, Nodes(4, 4), 1).flat and HotRowsRule(option, Nodes(4, 1), 1).flat
-        assert not HotRowsRule(option, Nodes(4, 2), 1).flat
-    assert HotRowsRule(0, Nodes(4, 2), 1).flat
 
 
 class _Link:
