@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +23,7 @@ from torchrec.distributed import sharding_plan
 from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.embeddings.overlap import hot_route
+from lightning_freescale.embeddings.overlap import hot_route, hot_rows
 from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts
 from lightning_freescale.embeddings.plain_embedding import as_collection
 
@@ -37,6 +38,7 @@ class Outcome:
     weights: dict[str, Tensor] | None = None
     random_state: Tensor | None = None
     predictions: tuple[tuple[float, ...], ...] = ()
+    hot: bool = False  # whether rows have taken two hops
 
 
 def run_case(case: Case) -> dict[str, Outcome]:
@@ -48,8 +50,7 @@ def run_case(case: Case) -> dict[str, Outcome]:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
         options |= {"hot_rows": case.hot_rows, "rerank_every_n_steps": 2}
-        # measured costs are those of one machine, where no row is hot
-        with patch.object(hot_route, "measure_links", lambda *_: LinkCosts(1e-9, 1e-8, near_latency_s=0.0)):
+        with _rows_soon_hot():
             return {
                 "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
                 "hot rows": _fit(case, FreeScaleStrategy(**options)),
@@ -60,6 +61,14 @@ def run_case(case: Case) -> dict[str, Outcome]:
         "freescale": _fit(case, FreeScaleStrategy(**options)),
         case.further_way: _fit(case, FreeScaleStrategy(**options | further)),
     }
+
+
+@contextmanager
+def _rows_soon_hot() -> Iterator[None]:
+    """Let ``hot_rows="auto"`` choose rows in a few steps on one machine, whose links all cost the same."""
+    costs = LinkCosts(near_s_per_byte=1e-9, far_s_per_byte=1e-8, near_latency_s=0.0)
+    with patch.object(hot_route, "measure_links", lambda *_: costs), patch.object(hot_rows, "_FEWEST_EXTRA", 0):
+        yield
 
 
 def _plan(case: Case) -> ShardingPlan | None:
@@ -114,7 +123,9 @@ def _fit(case: Case, strategy: Any) -> Outcome:
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}", steps=len(module.losses))
     predictions = tuple(map(tuple, module.predictions))
-    return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state(), predictions)
+    heat = getattr(getattr(strategy, "overlap_report", None), "heat", None)
+    hot = heat is not None and heat.hot_near_bytes > 0
+    return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state(), predictions, hot)
 
 
 def defects(ranks: list[dict[str, Outcome]], tolerance: float = 1e-4) -> list[str]:

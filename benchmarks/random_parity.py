@@ -43,7 +43,7 @@ def main() -> None:
             case = divided(case)
         if options.hot_rows:
             case = on_two_nodes(case)
-        kind, texts = _compared(case)
+        kind, texts, hot = _compared(case)
         for text in texts:
             print(f"seed {seed}: {text}", flush=True)
         if kind == "defects":
@@ -51,8 +51,9 @@ def main() -> None:
         figures["cases"] += 1
         if kind != "same":
             figures[kind] += 1
-        had.update(drawn(case))
-        compared.update(drawn(case) if kind in ("same", "defects") else ())
+        has = drawn(case) + ["rows in two hops"] * hot
+        had.update(has)
+        compared.update(has if kind in ("same", "defects") else ())
     for name, count in had.most_common():
         print(f"{count:4} cases with {name}, {compared[name]} compared")
     refused, failed = figures["refused"], figures["failed_unsharded"]
@@ -61,18 +62,19 @@ def main() -> None:
     harness.finish(figures, options)
 
 
-def _compared(case: Case) -> tuple[str, list[str]]:
-    """Run a case; return ``"same"``, ``"defects"``, ``"refused"`` or ``"failed_unsharded"``, and what there is to say."""
+def _compared(case: Case) -> tuple[str, list[str], bool]:
+    """Run a case. Return ``"same"``, ``"defects"``, ``"refused"`` or ``"failed_unsharded"``, messages, and if rows were hot."""
     try:
         ranks = run_distributed(run_case, case.ranks, case, timeout=120)
     except RuntimeError as error:  # a rank failed or hung
-        return "defects", [str(error)[-600:]]
+        return "defects", [str(error)[-600:]], False
+    hot = any(outcome.hot for outcomes in ranks for outcome in outcomes.values())
     if found := defects(ranks):
-        return "defects", found
+        return "defects", found, hot
     if failed := {outcomes["ddp"].error for outcomes in ranks} - {""}:
-        return "failed_unsharded", [f"fails under 'ddp', {text[:160]}" for text in failed]
+        return "failed_unsharded", [f"fails under 'ddp', {text[:160]}" for text in failed], hot
     refused = {ranks[0][name].error for name in sharded_ways(case)} - {""}
-    return ("refused", [f"refused, {text[:160]}" for text in refused]) if refused else ("same", [])
+    return "refused" if refused else "same", [f"refused, {text[:160]}" for text in refused], hot
 
 
 if __name__ == "__main__":

@@ -37,12 +37,17 @@ def test_a_random_case_is_that_of_ddp(seed: int) -> None:
     assert defects(run_distributed(run_case, case.ranks, case)) == []
 
 
-@pytest.mark.parametrize("seed", _seeds(*range(1030, 1038)))
+WITH_HOT_ROWS = (1030, 1032, 1033, 1034, 1035, 1037, 1038, 1039)
+"""Seeds of cases with rows that several ranks of a node request."""
+
+
+@pytest.mark.parametrize("seed", _seeds(*WITH_HOT_ROWS))
 def test_a_random_case_on_two_nodes_is_that_of_ddp(seed: int) -> None:
     case = on_two_nodes(divided(random_case(seed)) if seed % 2 else random_case(seed))
     ranks = run_distributed(run_case, case.ranks, case)
     assert defects(ranks) == []
     assert {outcomes["hot rows"].error for outcomes in ranks} == {""}, "nothing was refused"
+    assert any(outcomes["hot rows"].hot for outcomes in ranks), "rows have taken two hops"
 
 
 SEVERAL_COLLECTIONS = (5001, 5021, 5057, 5092, 5113, 5149)
