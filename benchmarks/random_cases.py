@@ -97,6 +97,7 @@ class Case:
     uneven: bool = False
     further_way: str = "dedup=False"
     hot_rows: str | int | float = 0
+    lists_differ: bool = False  # whether each rank has other lists of hot rows for each message
 
     def shards(self, part: Part, table: int) -> tuple[str, int]:
         """Return the type by which the plan shards a table, and into how many parts; whole if it cannot be split as drawn."""
@@ -119,8 +120,9 @@ def divided(case: Case) -> Case:
 
 def on_two_nodes(case: Case) -> Case:
     """Return the same case with 4 ranks, 2 on each of 2 nodes, and hot rows."""
-    hot_rows = random.Random(f"hot rows {case.seed}").choice([0, "auto", 0.5, 1.0, 7])
-    return replace(case, ranks=4, nodes=2, hot_rows=hot_rows)
+    draw = random.Random(f"hot rows {case.seed}")
+    hot_rows = draw.choice([0, "auto", 0.5, 1.0, 7])
+    return replace(case, ranks=4, nodes=2, hot_rows=hot_rows, lists_differ=hot_rows != 0 and draw.random() < 0.5)
 
 
 def sharded_ways(case: Case) -> tuple[str, ...]:

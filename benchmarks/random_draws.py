@@ -127,6 +127,7 @@ def drawn(case: Case) -> list[str]:
         "permuted features": some(lambda p: p.permuted),
         "other widths": some(lambda p: any(dim % 4 for dim in p.dims)),
         f"hot_rows={case.hot_rows!r}": case.nodes > 1,
+        "lists that differ": case.lists_differ,
         "overlap=False": case.further_way == "overlap=False",
         "mixed plan": some(lambda p: len(set(planned(p))) > 1),
         **{f"{kind} plan": some(lambda p, kind=kind: kind in planned(p)) for kind in (ROWS, WHOLE, COLUMNS)},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -24,6 +25,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.overlap import hot_route, hot_rows
+from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts
 from lightning_freescale.embeddings.plain_embedding import as_collection
 
@@ -50,7 +52,7 @@ def run_case(case: Case) -> dict[str, Outcome]:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
         options |= {"hot_rows": case.hot_rows, "rerank_every_n_steps": 2}
-        with _rows_soon_hot():
+        with _rows_soon_hot(), _lists_that_differ() if case.lists_differ else nullcontext():
             return {
                 "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),
                 "hot rows": _fit(case, FreeScaleStrategy(**options)),
@@ -68,6 +70,18 @@ def _rows_soon_hot() -> Iterator[None]:
     """Let ``hot_rows="auto"`` choose rows in a few steps on one machine, whose links all cost the same."""
     costs = LinkCosts(near_s_per_byte=1e-9, far_s_per_byte=1e-8, near_latency_s=0.0)
     with patch.object(hot_route, "measure_links", lambda *_: costs), patch.object(hot_rows, "_FEWEST_EXTRA", 0):
+        yield
+
+
+@contextmanager
+def _lists_that_differ() -> Iterator[None]:
+    """Use other lists of hot rows on each rank and for each message."""
+    rank, calls = int(os.environ["RANK"]), itertools.count()
+
+    def contain(hot_list: HotList, keys: Tensor) -> Tensor:
+        return (keys * 7 + 3 * rank + next(calls)) % 3 < 2
+
+    with patch.object(HotList, "begun", True), patch.object(HotList, "contain", contain):
         yield
 
 
