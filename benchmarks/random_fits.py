@@ -131,13 +131,13 @@ def _fit(case: Case, strategy: Any) -> Outcome:
             warnings.simplefilter("ignore")
             trainer.fit(module, loader(case, rank, micro_batches=parts), data["fit"] if case.validates else None)
             weights = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+            heat = getattr(getattr(strategy, "overlap_report", None), "heat", None)
             if case.evaluates:
                 trainer.validate(module, data["validate"], verbose=False)
                 trainer.predict(module, data["predict"], return_predictions=False)
     except Exception as error:
         return Outcome(error=f"{type(error).__name__}: {error}", steps=len(module.losses))
     predictions = tuple(map(tuple, module.predictions))
-    heat = getattr(getattr(strategy, "overlap_report", None), "heat", None)
     hot = heat is not None and heat.hot_near_bytes > 0
     return Outcome("", len(module.losses), tuple(module.losses), weights, torch.get_rng_state(), predictions, hot)
 
