@@ -12,6 +12,7 @@ ours        the overlapped exchange, with a lookahead of one batch
 split       ours, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
 hot-rows    ours with hot_rows="auto", after ``--warm-up`` steps; with netlab's ``--ranks-per-host``, as is two-level
+threshold   ours, which also waits for all rows that occur in half of the steps, after ``--warm-up`` steps
 two-level   ours with every row hot: each row of another host takes two hops
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
 
@@ -50,9 +51,21 @@ import torch
 import torch.distributed as dist
 
 IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
-VARIANTS = ("floor", "plain", "pipeline", "dedup", "ours", "split", *IN_PARTS, "hot-rows", "two-level", "plain-gloo")
+VARIANTS = (
+    "floor",
+    "plain",
+    "pipeline",
+    "dedup",
+    "ours",
+    "split",
+    *IN_PARTS,
+    "threshold",
+    "hot-rows",
+    "two-level",
+    "plain-gloo",
+)
 BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
-OURS = ("ours", "split", "hot_rows", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
+OURS = ("ours", "split", "threshold", "hot_rows", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
 SKIPPED = 3  # steps at the start of a round, while the pipelines fill; the last one, without a lookahead, is excluded too
 
 
@@ -80,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=int, default=16, help="steps of a round (default: 16)")
     add("--rounds", type=int, default=3)
-    add("--warm-up", type=int, default=200, help="steps without compute before the first round, of hot-rows (default: 200)")
+    add("--warm-up", type=int, default=200, help="steps without compute before the first round (default: 200)")
     add("--shift-at", type=int, help="step of a round from which other items are popular, in the production regime")
     options = parser.parse_args(arguments)
     if options.steps < SKIPPED + 3 or options.rounds < 1:
@@ -108,14 +121,15 @@ def measure(options: Any) -> dict[str, float]:
     batches = overlap_workload.batches(draw, options.steps, rank)
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
     figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
-    early = _early_batches(draw, options, rank) if "hot-rows" in options.variants else []
+    warm = [name for name in ("threshold", "hot-rows") if name in options.variants]
+    early = _early_batches(draw, options, rank) if warm else []
     del draw
     variants = overlap_variants.build(
         options.variants, rows, options.dim, options.compute_ms / 1000, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
-    if "hot-rows" in variants:
-        variants["hot-rows"].warm_up(early)
-        variants["hot-rows"].count_anew()
+    for name in warm:
+        variants[name].warm_up(early)
+        variants[name].count_anew()
     times: dict[str, list[list[float]]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, variant in variants.items():

@@ -254,6 +254,33 @@ class Ours:
         self.engine.close()
 
 
+class ByThreshold(Ours):
+    """The engine with a threshold instead of exact knowledge: it also waits for rows that occur in half of the steps.
+
+    The owners count occurrences, which decay by half in 50 steps. Results are exact, because the engine still waits for
+    colliding rows below the threshold.
+    """
+
+    def __init__(self, model: Recommender, **options: Any) -> None:
+        super().__init__(model, hot_rows=0, **options)
+        (collection,) = self.engine.collections.values()
+        collisions = collection._exchange._collisions
+        occurred, weight, decay = torch.zeros(collection.local.count), 0.0, 0.5 ** (1 / 50)
+        exact = collisions.compare
+
+        def compare(following: Any, current: Any) -> Any:
+            nonlocal weight
+            rows = following.requested.incoming.rows
+            colliding, urgent = exact(following, current)
+            frequent = occurred[rows] >= weight / 2
+            occurred.mul_(decay)
+            weight = weight * decay + 1
+            occurred[rows] = occurred[rows] + 1  # once per row
+            return colliding | frequent, urgent
+
+        collisions.compare = compare  # type: ignore[method-assign]
+
+
 class InMicroBatches(Ours):
     """The engine with each batch cut into micro-batches: only the first waits for rows, and only the last for gradients."""
 
@@ -306,7 +333,7 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
 
     ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
     ``"floor-micro-4"`` is the floor with 4 micro-batches. On nodes of ``ranks_per_node`` ranks, ``"hot-rows"`` is the engine
-    with the hot rows that it chooses, and ``"two-level"`` with every row hot.
+    with the hot rows that it chooses, and ``"two-level"`` with every row hot. ``"threshold"`` also waits for frequent rows.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
@@ -329,6 +356,8 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
                 made[name] = Ours(model, hot_rows=1, ranks_per_node=ranks_per_node)
         elif name == "hot-rows":
             made[name] = Ours(model, hot_rows="auto", ranks_per_node=ranks_per_node)
+        elif name == "threshold":
+            made[name] = ByThreshold(model, ranks_per_node=ranks_per_node)
         elif name == "embedding":
             torch.manual_seed(0)
             made[name] = Ours(PlainRecommender(rows, dim, seconds))
