@@ -358,4 +358,7 @@ def _new_engine(tables: ShardedTables, strategy: TableStrategy, clips: dict[str,
         )
     options = {**clips, "hot_rows": hot_rows, "rerank_every_n_steps": strategy.rerank_every_n_steps, "wire": strategy.wire}
     options["ranks_per_node"] = ranks
-    return OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **options)
+    engine = OverlapEngine(tables, strategy.dedup, strategy.group_timeout, strategy.transport, **options)
+    if engine.hot_routing is not None and engine.hot_routing.choice:
+        rank_zero_info(f"strategy 'freescale': {engine.hot_routing.choice}")
+    return engine

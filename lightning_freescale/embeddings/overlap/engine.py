@@ -77,6 +77,7 @@ class OverlapEngine:
         modules: the overlapped collections, by path.
         collections: the groups of tables of one width and type, by the path of their collection, or by ``"path (dim 8)"`` or
             ``"path (dim 8, FP16)"`` if it has several. A table that is split by columns is one table per part.
+        hot_routing: the options of hot rows and the costs of links; None if no row can be hot.
         plain: the reasons why TorchRec exchanges the other collections, by path.
     """
 
@@ -97,7 +98,7 @@ class OverlapEngine:
         self._wire = wire
         self.tables, self._steps = tables, 0
         self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
-        self._hot = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)
+        self.hot_routing = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
         self.collections: dict[str, OverlappedCollection] = {}
@@ -123,13 +124,13 @@ class OverlapEngine:
         made = (collection.path, self._transport, self._timeout)
         group, near = new_group(*made), None
         group.connect()  # now instead of in a step
-        if self._hot is not None:
-            near = self._hot.near_group(*made, take_turns=order is not None)
+        if self.hot_routing is not None:
+            near = self.hot_routing.near_group(*made, take_turns=order is not None)
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]
         turns = order if group.moves_by_nccl and group.size() > 1 else None
-        options = (self._dedup, self._hold_gradients, turns, self._nodes, self._hot, near)
+        options = (self._dedup, self._hold_gradients, turns, self._nodes, self.hot_routing, near)
         overlapped = OverlappedCollection(collection, local, group, optimizers, *options)
         self.collections[collection.path] = overlapped
         return overlapped

@@ -65,6 +65,15 @@ class HotRouting:
             return None
         return cls(hot_rows, every_n_steps, nodes)
 
+    @property
+    def choice(self) -> str:
+        """The choice of ``"auto"`` in a sentence; empty for other values, and before links were measured."""
+        if self.links is None:
+            return ""
+        dearer, readers = self.links.far_s_per_byte / self.links.near_s_per_byte, self.links.fewest_readers
+        chosen = "no row is hot" if readers == math.inf else f"rows with more than {readers:.3g} reading ranks per node are hot"
+        return f"hot_rows='auto': a byte to another node takes {dearer:.3g} times as long as within a node, so {chosen}"
+
     def near_group(self, path: str, transport: str, timeout: timedelta | None, take_turns: bool) -> Any:
         """Create and connect the group of every node. Return that of this rank, or None if it cannot be used. Collective."""
         each, rank = self.nodes.each, dist.get_rank()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -29,7 +30,7 @@ class RowCodec:
     dim: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def words(self) -> int:
         """The number of words per row. An odd number of 16-bit values is padded by one."""
         return -(-self.dim * self.dtype.itemsize // 4)

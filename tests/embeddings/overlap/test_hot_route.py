@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap.hot_route import HotRouting
+from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts, Nodes
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.hot_rows import HOT, every_row_hot
@@ -158,3 +160,11 @@ def _flat() -> list[tuple[int, list[str]]]:
 def test_all_rows_are_cold_without_several_nodes_of_several_ranks() -> None:
     for found in run_distributed(_flat, 2):
         assert len({count for count, _ in found}) == 1 and {tuple(sizes) for _, sizes in found} == {(2,)}
+
+
+def test_auto_describes_its_choice() -> None:
+    nodes = Nodes(8, 4)
+    assert HotRouting("auto", 200, nodes).choice == HotRouting(0.5, 200, nodes).choice == ""
+    dear = HotRouting("auto", 200, nodes, LinkCosts(1e-9, 4e-9, 1e-6)).choice
+    assert "takes 4 times as long" in dear and "more than 1.33 reading ranks per node" in dear
+    assert "no row is hot" in HotRouting("auto", 200, nodes, LinkCosts(1e-9, 1e-9, 1e-6)).choice
