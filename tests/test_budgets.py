@@ -25,11 +25,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 35_800,
-    "files": 198,
+    "lines": 36_530,
+    "files": 201,
     "lines of the longest file": 390,
     "modules at the top level": 6,
-    "options": 41,
+    "options": 43,
     "words and beginnings to avoid": 0,
 }
 OPTIONS: dict[type, list[str]] = {
