@@ -243,7 +243,7 @@ class StoredTensor:
         for ids, rows in self.rows(place[1:]):
             positions = order.positions(ids)
             mine = (positions >= first) & (positions < last)
-            into[positions[mine] - first] = rows[mine].to(into.device)
+            into[positions[mine] - first] = rows[mine].to(into)
 
     def whole(self) -> Tensor:
         """Return the whole tensor, with rows in the order of ids."""

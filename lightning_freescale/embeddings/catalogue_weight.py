@@ -124,7 +124,9 @@ class CatalogueWeight(_Placeholder):
             order = _order(func, args, kwargs, 2) if func in _TRANSPOSED | _SWAPS | _PERMUTES else None
             if order in ([0, 1], [1, 0]):
                 return self if order == [0, 1] else self._like(transposed=not self.transposed)
-            if func in _SAME and _keeps_type(self, args[1:], kwargs):
+            # products with a weight of 16 bits are promoted, but a copy of the whole weight has to be converted
+            converts = func is Tensor.float and self.dtype != torch.float32 and not torch.is_grad_enabled()
+            if func in _SAME and not converts and _keeps_type(self, args[1:], kwargs):
                 return self
             if func is Tensor.__getitem__ and not self.transposed:
                 first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -75,7 +75,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             of rows. A float: the rows that on average at least this share of a node's ranks requests. 0: none. It has an
             effect with several nodes of several ranks each, and with ``dedup``.
         rerank_every_n_steps: the number of steps after which hot rows are chosen again. Requests before the last choice have
-            less weight. The first choices come sooner. Results differ between choices by the order of summation.
+            less weight. The first choices come sooner. Results differ between choices by the order of summation
+            and, with 16-bit gradients on the wire, by one more rounding per node.
         wire: the type in which rows and gradients are sent, ``"float32"``, ``"bfloat16"`` or ``"float16"``, or a dict with the
             types of ``"rows"`` and ``"gradients"``. A 16-bit type halves the bytes. **It changes the results**, because every
             value is rounded, also the rows of evaluation. Use bfloat16 for gradients: float16 makes values below 3e-8 zero.

@@ -77,6 +77,8 @@ class HalfModel(PlainModel):
 
     def scores(self, batch: Batch) -> Tensor:
         self.seen.add(self.kind_emb(batch["kind"]).dtype)
+        if not torch.is_grad_enabled():
+            assert self.kind_emb.weight.float().dtype == torch.float32, "a copy of the whole weight, converted"
         return super().scores(batch)
 
 

@@ -59,7 +59,8 @@ class OverlapEngine:
             float: the rows that on average at least this share of a node's ranks request, if any of them does. 0: none. It
             requires several nodes with several ranks each, ``ranks_per_node`` and ``dedup``; other values than ``"auto"`` and 0
             are refused without the last two.
-        rerank_every_n_steps: the number of steps between two lists of hot rows. Results do not depend on the lists.
+        rerank_every_n_steps: the number of steps between two lists of hot rows. Results depend on the lists by the order of
+            summation and, with 16-bit gradients on the wire, by one more rounding per node.
         ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
             that cross between nodes.
         wire: the type in which rows and gradients are sent: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or a dict with one
@@ -125,7 +126,7 @@ class OverlapEngine:
         group, near = new_group(*made), None
         group.connect()  # now instead of in a step
         if self.hot_routing is not None:
-            near = self.hot_routing.near_group(*made, take_turns=order is not None)
+            near = self.hot_routing.near_group(*made, group, take_turns=order is not None)
         if group.waits_on_device and group.size() > 1:
             refuse_one_queue()
         optimizers = [self.tables.optimizers[table.key] for table in collection.tables]

@@ -9,7 +9,8 @@ are *cold*. Hot rows take two hops, near and direct, and cold rows take the dire
     rows, flags       a rank  <-- near, hot rows --  the proxy              <-- direct --                              the owner
 
 Both kinds of rows share the message of the direct hop, so it is the message of :class:`.DirectRoute` with a merged request. An
-id reaches its owner on either route. Results are therefore the same for every list, also if ranks have different lists.
+id reaches its owner on either route. Results are therefore the same for every list, also if ranks have different lists, up to
+the order of summation. With 16-bit gradients on the wire, a proxy also rounds the sum of its node.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, PassingRows, RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.hot_rows import (
@@ -74,14 +76,18 @@ class HotRouting:
         chosen = "no row is hot" if readers == math.inf else f"rows with more than {readers:.3g} reading ranks per node are hot"
         return f"hot_rows='auto': a byte to another node takes {dearer:.3g} times as long as within a node, so {chosen}"
 
-    def near_group(self, path: str, transport: str, timeout: timedelta | None, take_turns: bool) -> Any:
-        """Create and connect the group of every node. Return that of this rank, or None if it cannot be used. Collective."""
+    def near_group(self, path: str, transport: str, timeout: timedelta | None, main: Any, take_turns: bool) -> Any:
+        """Create and connect the group of every node. Return that of this rank, or None if it cannot be used. Collective.
+
+        ``main`` is the group of all ranks, and ``take_turns`` tells whether there are several collections.
+        """
         each, rank = self.nodes.each, dist.get_rank()
         sets = [list(range(first, first + each)) for first in range(0, self.nodes.ranks, each)]
         groups = [new_group(f"{path} (near)", transport, timeout, ranks) for ranks in sets]
         group = groups[rank // each]
         group.connect()
-        if not (group.moves_by_nccl and take_turns):
+        # each group chooses its transport, so the ranks have to agree
+        if not take_turns or not any(gather_objects(group.moves_by_nccl or main.moves_by_nccl, main)):
             return group
         if self.hot_rows == "auto":
             return None
@@ -231,11 +237,11 @@ class HotRoute:
     def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
         if not self.hot_list.begun:
             return self._direct.take_gradients(gradients, requested)
-        through, asked = self._through(requested), self.all_of(requested).forwarded
-        assert asked is not None
+        through = self._through(requested)
+        asked = RowSubset.all_of(through.asked.sizes, self._near.device)
         sent = gradients.index_select(0, through.hot.index)
         came = self._near.exchange_rows(sent, through.hot.sizes, through.asked.sizes)
-        sums = self._sum(through, asked.asked, gradients, came)
+        sums = self._sum(through, asked, gradients, came)
         return self._direct.take_gradients(sums, RequestedRows(through.request, requested.incoming))
 
     def all_of(self, requested: RequestedRows) -> SomeRows:

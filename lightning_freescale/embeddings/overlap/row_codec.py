@@ -63,8 +63,8 @@ class WireFormat:
 
 def wire_types(wire: Wire) -> tuple[torch.dtype, torch.dtype]:
     """Return the types of rows and gradients for a value of the option ``wire``, or raise a ValueError."""
-    given = dict.fromkeys(_KINDS, wire) if isinstance(wire, str) else {**dict.fromkeys(_KINDS, "float32"), **wire}
-    if len(given) > len(_KINDS) or not all(each in _TYPES for each in given.values()):
+    given = {**dict.fromkeys(_KINDS, "float32"), **wire} if isinstance(wire, Mapping) else dict.fromkeys(_KINDS, wire)
+    if len(given) > len(_KINDS) or not all(isinstance(each, str) and each in _TYPES for each in given.values()):
         raise ValueError(
             f"wire={wire!r} is unknown. Pass one of {', '.join(map(repr, _TYPES))}, or a dict with one of them for 'rows' and "
             "for 'gradients'."

@@ -212,6 +212,28 @@ def test_lookups_with_hot_rows_that_were_not_submitted() -> None:
         assert found == {"hot rows": [], "lists that differ": [], "heads apart": []}
 
 
+def _more_on_one_node() -> dict[str, list[str]]:
+    """Look up once more on rank 1 in every step, with a first list of hot rows that comes between two steps."""
+    others, usual = batches(dist.get_rank() + 7, 12), Sequences.forward
+
+    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
+        if dist.get_rank() != 1:
+            return None
+        return usual(self, batch) + 0.1 * self.items(others[call - 1]["ids"])["candidate"].values().square().sum()
+
+    flat = _with_forward(train_overlapped, forward, "sgd")
+    found = {}
+    for steps in (8, 24, 40):
+        mine = _with_forward(train_overlapped, forward, "sgd", **{**HOT, "rerank_every_n_steps": steps})
+        found[f"first list after {steps // 8}"] = differences(mine, flat, exact=False)
+    return found
+
+
+def test_a_node_looks_up_more_when_the_first_list_comes() -> None:
+    for found in run_distributed(_more_on_one_node, 4):
+        assert {name: differing for name, differing in found.items() if differing} == {}
+
+
 def _in_turns() -> dict[str, float]:
     """Return batches that share no row with the batch before, and many with the one before that."""
     data = batches(dist.get_rank(), 12)

@@ -15,10 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.comm import ProcessGroupFreeScale
-from lightning_freescale.embeddings.overlap import OverlapEngine
+from lightning_freescale.embeddings.overlap import OverlapEngine, hot_route
 from lightning_freescale.embeddings.overlap.hot_route import HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts, Nodes
-from lightning_freescale.embeddings.overlap.transport import RowTransport
+from lightning_freescale.embeddings.overlap.routes import DirectRoute
+from lightning_freescale.embeddings.overlap.transport import RowTransport, new_group
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers.hot_rows import HOT, every_row_hot
 from tests.helpers.sequences import DIM, OPTIMIZERS, batches, known, sharded, train_overlapped
@@ -129,6 +130,28 @@ def _refused(cases: list[tuple[dict[str, Any], str]]) -> None:
 def _by_nccl() -> None:
     ProcessGroupFreeScale.moves_by_nccl, ProcessGroupFreeScale.connect = True, lambda group: None
     _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
+
+
+class _NearGroup:
+    """A group of a node that NCCL would serve on rank 0 only."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connect = getattr(new_group(*arguments), "connect", None)  # None for the groups of other nodes
+        self.moves_by_nccl = dist.get_rank() == 0
+
+
+def _one_by_nccl() -> None:
+    with patch.object(hot_route, "new_group", _NearGroup):
+        _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
+        with sharded(HOW) as (_, _, tables, _):
+            engine = OverlapEngine(tables, ranks_per_node=2)
+            assert {type(each._exchange._route) for each in engine.collections.values()} == {DirectRoute}
+            engine.close()
+
+
+def test_ranks_agree_that_nccl_moves_rows() -> None:
+    """Check that ranks on which another transport serves the group refuse as well."""
+    run_distributed(_one_by_nccl, 4)
 
 
 def test_refusals() -> None:

@@ -236,7 +236,9 @@ def _refused(wires: list[Any]) -> None:
 
 
 def test_unknown_types_are_refused() -> None:
-    run_distributed(_refused, 1, ["float64", {"rows": "int8"}, {"row": "bfloat16"}])
+    run_distributed(
+        _refused, 1, ["float64", {"rows": "int8"}, {"row": "bfloat16"}, torch.bfloat16, None, {"rows": ["float16"]}]
+    )
 
 
 def _several(types: tuple[DataType, ...]) -> list[str]:
