@@ -51,7 +51,7 @@ def run_case(case: Case) -> dict[str, Outcome]:
     if case.nodes > 1:
         rank, each = int(os.environ["RANK"]), case.ranks // case.nodes
         os.environ.update(LOCAL_RANK=str(rank % each), GROUP_RANK=str(rank // each), LOCAL_WORLD_SIZE=str(each))
-        options |= {"hot_rows": case.hot_rows, "rerank_every_n_steps": 2}
+        options |= {"hot_rows": case.hot_rows} | ({"rerank_every_n_steps": 2} if case.hot_rows else {})
         with _rows_soon_hot(), _lists_that_differ() if case.lists_differ else nullcontext():
             return {
                 "ddp": _fit(case, DDPStrategy(find_unused_parameters=True)),

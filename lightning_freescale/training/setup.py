@@ -106,6 +106,11 @@ class TableStrategy:
                 f"FreeScaleStrategy({text}, overlap='torchrec'): TorchRec's exchange does not have the first option, so it has "
                 "no effect. Remove one of the two options"
             )
+        if hot_rows == 0 and every_n_steps != 200:
+            raise ValueError(
+                f"FreeScaleStrategy(hot_rows=0, rerank_every_n_steps={every_n_steps!r}): no rows are hot, so the second option "
+                "has no effect. Remove one of the two options"
+            )
         if any(given.values()):
             from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
             from lightning_freescale.embeddings.overlap.row_codec import wire_types

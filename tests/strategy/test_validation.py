@@ -203,6 +203,7 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"hot_rows": "all"}, ValueError, "hot_rows='all'.*'auto'"),
         ({"rerank_every_n_steps": 0}, ValueError, "rerank_every_n_steps=0"),
         ({"hot_rows": 0.5, "dedup": False}, ValueError, r"hot_rows=0\.5.*dedup=False"),
+        ({"hot_rows": 0, "rerank_every_n_steps": 9}, ValueError, "hot_rows=0, rerank_every_n_steps=9.*no effect"),
         ({"overlap": "torchrec", "hot_rows": 0}, ValueError, "hot_rows=0.*overlap='torchrec'.*no effect"),
         ({"overlap": "torchrec", "rerank_every_n_steps": 9}, ValueError, "rerank_every_n_steps=9.*overlap='torchrec'"),
         ({"overlap": "torchrec", "split_backward": True}, ValueError, "overlap='torchrec'"),

@@ -14,7 +14,7 @@ from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 
 class HotList:
-    """The current list, equal on all ranks. The worker of the collection changes it in the first exchange of a step.
+    """The current list, equal on all ranks. The worker of the collection changes it when the ids of a step have arrived.
 
     Attributes:
         begun: whether any list had rows. The ranks of a node exchange messages from then on.
@@ -22,8 +22,9 @@ class HotList:
         rows: the keys of the rows in the list, see :meth:`RowLayout.keys`, and their decayed numbers of reads; on the host.
         changed: whether ``rows`` is new. The training thread resets it.
 
-    The owners publish a list after an eighth, a quarter, half and all of ``every_n_steps``, and every ``every_n_steps`` after
-    that. The list needs no checkpoint, because results do not depend on it.
+    The owners publish the first list after an eighth of ``every_n_steps``. The number of steps doubles until it would grow by
+    more than ``every_n_steps``; from then on it grows by that. Micro-batches count as steps. The list needs no checkpoint,
+    because each list gives the same results, up to rounding.
     """
 
     begun = False
@@ -84,8 +85,8 @@ class HotList:
 
     def _report_readers(self) -> None:
         """Send the additional readers of each row to its owner, from the proxies that served it."""
-        rank, each = self._transport.rank, self._rule.nodes.each
-        shares = [peer % each == rank % each and peer // each != rank // each for peer in range(self._transport.ranks)]
+        rank = self._transport.rank
+        shares = self._rule.nodes.alike(rank)
         gives = [size * share for size, share in zip(self._sizes, shares)]
         gets = [self._sizes[rank] * share for share in shares]
         parts = self._readers.split(self._sizes)

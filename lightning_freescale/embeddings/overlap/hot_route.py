@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,8 +199,7 @@ class HotRoute:
         passing = far.places.index_select(0, asked)
         needed = None if far.needed is None else far.needed.index_select(0, these.places[1])
         have = RowsToFlag(passing, far.late.index_select(0, asked), next_ones.asked.sizes, needed, these.asked.sizes)
-        read = lambda numbers: far.rows.index_select(0, numbers)  # noqa: E731
-        near = exchange_flagged(self._near, read, have, next_ones.hot.sizes, these.hot.sizes)
+        near = exchange_flagged(self._near, partial(far.rows.index_select, 0), have, next_ones.hot.sizes, these.hot.sizes)
         self._count_colliding(following.request, next_ones.cold, far.late.index_select(0, own), sum(near.waits.sizes))
 
         of_rows = far.places.new_empty(len(following.request.rows))

@@ -1,19 +1,5 @@
 """The rows that pass through proxies, chosen by how often the ranks of a node request them.
 
-Owners count requests and publish lists of hot rows::
-
-    counts = AccessCounts(rows of this rank, nodes, device)
-    rule = HotRowsRule(hot_rows, nodes, bytes per row, measure_links(near, direct, nodes))
-
-    counts.count(incoming.rows, incoming.sizes)                    # for every batch, after the ids have arrived
-    counts.add_reads(rows, extra)                                  # before a publication: ranks that proxies have merged
-
-    rows = rule.candidates(counts)                                 # a publication
-    numbers = transport.exchange_numbers(rule.numbers(counts, rows))
-    heat = rule.choose(numbers)                                    # the same result on every rank
-    ...                                                            # exchange the first heat.sizes[rank] rows of every rank
-    counts.decay()
-
 A row has *reads*, the number of ranks that requested it, and *visits*, the number of nodes with a rank that did, both summed
 over batches. So a node that requests the row at all has ``reads / visits`` ranks that do. Without proxies the row crosses the
 network once per read, and with proxies once per visit, plus a near transfer per read.
@@ -39,6 +25,12 @@ HotRowsOption: TypeAlias = int | float | Literal["auto"]
 """See :class:`.OverlapEngine`."""
 
 
+_FEWEST_READERS = 1.125  # per node: with fewer, many rows take two hops for the last few percent of the saving
+_FEWEST_EXTRA = 2  # reads beyond the visits: fewer tell too little of a row
+_WORTH = 8  # near latencies that a list has to save in a step, because the near hop adds messages
+_BINS, _PER_OCTAVE, _FIRST_OCTAVE = 44, 2, -2  # of the histogram of reads
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Nodes with the same number of ranks, numbered node by node."""
@@ -59,6 +51,10 @@ class Nodes:
     def others(self, rank: int) -> list[bool]:
         """Return which ranks are on another node than ``rank``; an empty list if there is one node."""
         return [] if self.count == 1 else [other // self.each != rank // self.each for other in range(self.ranks)]
+
+    def alike(self, rank: int) -> list[bool]:
+        """Return which ranks have the index of ``rank`` on another node: it is the proxy of its node for these owners."""
+        return [other % self.each == rank % self.each and other != rank for other in range(self.ranks)]
 
 
 class AccessCounts:
@@ -126,12 +122,6 @@ def check_hot_rows(hot_rows: Any, every_n_steps: Any = 1, dedup: bool = True) ->
             f"hot_rows={hot_rows!r} sums gradients within a node first, so results cannot be bitwise those of TorchRec as "
             "dedup=False promises. Pass hot_rows=0 or dedup=True."
         )
-
-
-_FEWEST_READERS = 1.125  # per node: with fewer, many rows take two hops for the last few percent of the saving
-_FEWEST_EXTRA = 2  # reads beyond the visits: fewer tell too little of a row
-_WORTH = 8  # near latencies that a list has to save in a step, because the near hop adds messages
-_BINS, _PER_OCTAVE, _FIRST_OCTAVE = 44, 2, -2  # of the histogram of reads
 
 
 @dataclass(frozen=True)
@@ -202,10 +192,8 @@ def measure_links(near: RowTransport, direct: RowTransport, nodes: Nodes) -> Lin
     Collective. All ranks send at once, and get the same result. The transports count what they send. With 50 Mbit/s between
     nodes of 4 ranks it takes 0.3 s. CUDA tensors are not tested on GPU.
     """
-    index = direct.rank % nodes.each
-    alike = [rank % nodes.each == index and rank != direct.rank for rank in range(nodes.ranks)]
     latency, near_cost = _measure(near, [rank != near.rank for rank in range(near.ranks)], direct)
-    _, far_cost = _measure(direct, alike, direct)
+    _, far_cost = _measure(direct, nodes.alike(direct.rank), direct)
     return LinkCosts(near_cost, far_cost, latency)
 
 
