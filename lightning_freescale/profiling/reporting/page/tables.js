@@ -45,8 +45,8 @@ function exchanges(body, list) {
 function heat(body, hot) {
   document.getElementById("heat").hidden = !hot;
   if (!hot) return body.replaceChildren();
-  const intro = `${plural(hot.rows, "row")} in the current lists, which pass from node to node once for all ranks of a node. ${plural(hot.rows_of_half, "row")} make 50 % of all accesses, and ${grouped(hot.rows_of_most)} make 90 %.`
-    + ` The owner with the most accesses has ${times(hot.largest_load)} the mean.` + (known(hot.colliding_share) ? ` Of the colliding rows of other nodes, ${percent(hot.colliding_share)} are hot.` : "");
+  const intro = `${plural(hot.rows, "row")} in the current lists. A hot row is sent to a node once, for all ranks of the node. ${plural(hot.rows_of_half, "row")} make 50 % of all accesses, and ${grouped(hot.rows_of_most)} make 90 %.`
+    + ` The owner with the most accesses has ${times(hot.largest_load)} the mean.` + (known(hot.colliding_share) ? ` ${percent(hot.colliding_share)} of the colliding rows of other nodes are hot.` : "");
   const spared = hot.hot_direct_bytes - hot.hot_far_bytes;
   return body.replaceChildren(el("p", { class: "lead" }, intro), table("Bytes that a rank sends per step", [[""], ["sent"], ["without the route", "If every rank had sent all rows directly."]], [
     row("hot rows, between nodes", [bytes(hot.hot_far_bytes), bytes(hot.hot_direct_bytes)]), row("hot rows, within the node", [bytes(hot.hot_near_bytes), bytes(0)]),
