@@ -96,7 +96,9 @@ def _embedding_exchange(about: str, document: Document) -> str:
     if run["strategy"] != "freescale":
         return "Trainer(strategy='freescale') exchanges rows while the model computes"
     if run.get("overlap") == "off":
-        return "Pass FreeScaleStrategy(overlap=True), the default, which exchanges rows while the model computes"
+        return (
+            "Replace overlap=False or overlap='torchrec' by overlap=True: FreeScaleStrategy then exchanges rows during compute"
+        )
     if run.get("overlap") == "on":
         return (
             "Overlap is on, but compute is too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) measures whether "
