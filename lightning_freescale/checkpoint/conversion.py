@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_freescale._runtime.object_gather import gather_objects
-from lightning_freescale.checkpoint import sharded_folder, single_file
+from lightning_freescale.checkpoint import partial_files, sharded_folder, single_file
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -92,7 +92,7 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write a result of :func:`read_checkpoint`, or a part of it, to one file, table by table."""
-    with single_file.replacing(path) as file:
+    with partial_files.replacing(path) as file:
         _save(checkpoint, file)
 
 
@@ -199,7 +199,7 @@ def _side_by_side(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -
             yield ids, before[ids], after[ids]
 
 
-def _save(checkpoint: Mapping[str, Any], file: IO[bytes]) -> None:
+def _save(checkpoint: Mapping[str, Any], file: Any) -> None:
     stored = _FromFolder()
     single_file.save(pytree.tree_map_only(StoredTensor, stored.defer, dict(checkpoint)), file, stored)
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -35,7 +36,7 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._version import __version__
-from lightning_freescale.checkpoint import single_file
+from lightning_freescale.checkpoint import partial_files, single_file
 from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, Key, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 
@@ -72,15 +73,17 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     The files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the disk. All ranks must
     share the file system. If a rank cannot write, all ranks raise a RuntimeError.
     """
-    rank, beside = 0 if group is None else group.rank(), folder.with_name(f".{folder.name}.part")
-    what = f"the checkpoint {folder} could not be written"
+    rank, what = 0 if group is None else group.rank(), f"the checkpoint {folder} could not be written"
+    sums: dict[str, dict[str, int]] = {}  # of the files that this rank has written
 
-    def begin() -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+    def begin() -> str:
+        beside = partial_files.folder_of(claim.enter_context(partial_files.claimed(folder)))
+        beside.mkdir()
         marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
-        with single_file.replacing(beside / _META) as file:
+        with partial_files.written(beside / _META) as file:
             torch.save(marked, file)
+        sums[_META] = file.sums()
+        return str(beside)
 
     def look() -> None:
         if not beside.is_dir():
@@ -89,26 +92,31 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
                 "that all ranks share. Without one, use FreeScaleStrategy(checkpoint='single')."
             )
 
-    def end(files: list[dict[str, Any]]) -> None:
+    def end() -> None:
         tensors = {_name_of(key): _described(held, key) for held in spread for key in held.keys}
         content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
-        with single_file.replacing(beside / MANIFEST) as file:
+        with partial_files.written(beside / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
-        single_file.replace_path(beside, folder)
-        single_file.sync_folder(folder.parent)
+        partial_files.replace_path(beside, folder)
 
-    _together(begin if rank == 0 else None, what, group)
-    _together(look, what, group)
-    write_pieces(beside, [piece for held in spread for piece in held.own], group)
-    files = _together(lambda: _sums(beside, rank), what, group)
-    _together((lambda: end(files)) if rank == 0 else None, what, group)
+    with ExitStack() as claim:
+        # rank 0 chooses the name, so ranks of two jobs never write into one folder
+        beside = Path(_together(begin if rank == 0 else None, what, group)[0])
+        _together(look, what, group)
+        sums |= write_pieces(beside, [piece for held in spread for piece in held.own], group)
+        files = _together(lambda: sums, what, group)
+        _together(end if rank == 0 else None, what, group)
 
 
-def write_pieces(folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's pieces. Collective on ``group``."""
-    writer, planner = dcp.FileSystemWriter(folder), _SavePlanner(pieces)
-    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+def write_pieces(
+    folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None
+) -> dict[str, dict[str, int]]:
+    """Write this rank's pieces, and return the size and checksum of each file that this rank has written. Collective."""
+    writer, files = dcp.FileSystemWriter(folder), _SummedFiles()
+    writer.fs = files
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
+    return files.sums
 
 
 def read(folder: Path, weights_only: bool | None) -> Any:
@@ -169,13 +177,6 @@ def _described(held: SpreadTensors, key: Key) -> dict[str, Any]:
     piece = held.piece(key)
     order = piece.order and list(astuple(piece.order))
     return {"shape": list(piece.shape), "dtype": str(piece.dtype).removeprefix("torch."), "order": order}
-
-
-def _sums(folder: Path, rank: int) -> dict[str, Any]:
-    """Return the size and checksum of this rank's files."""
-    names = [path.name for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-    names += [".metadata", _META] if rank == 0 else []
-    return {name: {"bytes": (folder / name).stat().st_size, "crc32": _crc_of_file(folder / name)} for name in sorted(names)}
 
 
 def _crc_of(content: Mapping[str, Any]) -> int:
@@ -271,6 +272,26 @@ class StoredTensor:
 def materialized(tree: Any) -> Any:
     """Return a nested state with the values of its stored tensors."""
     return pytree.tree_map_only(StoredTensor, StoredTensor.whole, tree)
+
+
+class _SummedFiles(FileSystem):
+    """The files of DCP, which sums those that it writes, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            file = partial_files.SummedFile(stream)
+            yield file
+        self.sums[Path(path).name] = file.sums()
+
+    @override
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class _SavePlanner(DefaultSavePlanner):
