@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import mmap
 import os
@@ -33,13 +34,15 @@ class RankEnd:
     Attributes:
         code: exit status; None if the rank was still running when the time was over.
         seconds: time since the fault.
-        error: all messages of its last error, the first cause last.
+        error: all messages of its last error, the first cause last; the stack if the rank was still running.
+        decisive: the message of its last error.
         result: its result; None if it returned none.
     """
 
     code: int | None
     seconds: float
     error: str
+    decisive: str
     result: dict[str, Any] | None
 
 
@@ -48,7 +51,7 @@ class Attempt:
     """The end of an attempt.
 
     Attributes:
-        ends: the end of each rank.
+        ends: the end of each rank, job by job.
         struck: whether the fault occurred.
         steps: number of steps that rank 0 completed.
         processes: remaining processes of the ranks.
@@ -63,30 +66,40 @@ class Attempt:
 
 
 def run_ranks(
-    call: Callable[[int, np.ndarray], dict[str, Any]], ranks: int, fault: Fault | None, folder: Path, limit: float
+    call: Callable[[int, np.ndarray], dict[str, Any]],
+    ranks: int,
+    fault: Fault | None,
+    folder: Path,
+    limit: float,
+    jobs: int = 1,
+    watch: Callable[[], None] = lambda: None,
 ) -> Attempt:
-    """Call ``call(rank, progress)`` in a separate process for each rank.
+    """Call ``call(process, progress)`` in a separate process for each rank of each job.
 
     Args:
-        call: the work of a rank; ``progress`` has the completed steps of each rank and the time of its fault, shape
-            ``[2, ranks]``.
-        ranks: number of ranks.
+        call: the work of a rank; ``progress`` has the completed steps of each process and the time of its fault, shape
+            ``[2, jobs * ranks]``.
+        ranks: number of ranks of a job.
         fault: the fault to inject.
         folder: folder for the output of the ranks.
         limit: seconds after a fault within which a rank has to end.
+        jobs: number of jobs at the same time.
+        watch: called all the time.
     """
-    progress, processes = np.frombuffer(mmap.mmap(-1, 16 * ranks)).reshape(2, ranks), list[int]()
+    everyone = range(jobs * ranks)
+    progress, processes = np.frombuffer(mmap.mmap(-1, 16 * len(everyone))).reshape(2, len(everyone)), list[int]()
     sys.stdout.flush()
     try:
-        with _reserved_port() as port:
-            for rank in range(ranks):
-                processes.append(_fork(call, rank, ranks, port, progress, folder))
-            codes, ended_at, seen = _watch(processes, fault, progress, limit)
+        with _reserved_port() as port, _reserved_port() as other:
+            for number in everyone:
+                processes.append(_fork(call, number, ranks, (port, other)[number // ranks], progress, folder))
+            codes, ended_at, seen = _watch(processes, fault, progress, limit, watch)
     except BaseException:
         for process in _of_sessions(set(processes)):
             _kill(process)
         raise
     stays = set(fault.ranks) if fault is not None and fault.stays else set()
+    stacks = {rank: _stack_of(processes[rank], folder, rank) for rank in set(everyone) - codes.keys() - stays}
     for rank in sorted(stays - codes.keys()):
         _kill(processes[rank])
         codes[rank] = os.waitstatus_to_exitcode(os.waitpid(processes[rank], 0)[1])
@@ -96,20 +109,22 @@ def run_ranks(
         time.sleep(0.1)
     for process in left | _of_sessions(set(processes)).keys():
         _kill(process)
-    for rank in set(range(ranks)) - codes.keys():
+    for rank in stacks:
         os.waitpid(processes[rank], 0)
     memory = [name for name in os.listdir("/dev/shm") if any(str(process) in name for process in seen | set(processes))]
     for name in memory:
         Path("/dev/shm", name).unlink()
     first = min((float(at) for at in progress[1] if at), default=0.0)
-    ends = [
-        RankEnd(codes.get(rank), ended_at[rank] - first if first else 0.0, *_report_of(folder, rank)) for rank in range(ranks)
-    ]
+    ends = []
+    for rank in everyone:
+        error, decisive, result = _report_of(folder, rank)
+        seconds = ended_at[rank] - first if first else 0.0
+        ends.append(RankEnd(codes.get(rank), seconds, stacks.get(rank, error), decisive, result))
     return Attempt(ends, bool(first), int(progress[0, 0]), [f"{name} ({process})" for process, name in left.items()], memory)
 
 
 def _fork(
-    call: Callable[[int, np.ndarray], dict[str, Any]], rank: int, ranks: int, port: int, progress: np.ndarray, folder: Path
+    call: Callable[[int, np.ndarray], dict[str, Any]], number: int, ranks: int, port: int, progress: np.ndarray, folder: Path
 ) -> int:
     process = os.fork()
     if process:
@@ -119,21 +134,24 @@ def _fork(
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        printed = os.open(folder / f"rank{rank}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        printed = os.open(folder / f"rank{number}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(printed, 1)
         os.dup2(printed, 2)
+        faulthandler.register(signal.SIGUSR1)
+        rank = number % ranks
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="faults")
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
         os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        report = folder / f"rank{rank}.json"
+        report = folder / f"rank{number}.json"
         report.unlink(missing_ok=True)
         try:
-            report.write_text(json.dumps({"result": call(rank, progress)}))
+            report.write_text(json.dumps({"result": call(number, progress)}))
             code = 0
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             traceback.print_exc()
-            report.write_text(json.dumps({"error": _messages(error)}))
+            last = "".join(traceback.format_exception_only(error))
+            report.write_text(json.dumps({"error": _messages(error), "decisive": last}))
         # as a script ends
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,22 +169,32 @@ def _messages(error: BaseException | None) -> str:
     return "".join(lines)
 
 
-def _report_of(folder: Path, rank: int) -> tuple[str, dict[str, Any] | None]:
-    """Return the error of a rank and its result, as far as they exist."""
+def _report_of(folder: Path, rank: int) -> tuple[str, str, dict[str, Any] | None]:
+    """Return the error of a rank, its last message and the result, as far as they exist."""
     try:
         report = json.loads((folder / f"rank{rank}.json").read_text())
     except (FileNotFoundError, ValueError):
-        return "", None
-    return report.get("error", ""), report.get("result")
+        return "", "", None
+    return report.get("error", ""), report.get("decisive", ""), report.get("result")
+
+
+def _stack_of(process: int, folder: Path, rank: int) -> str:
+    """Return the position of each thread of a rank that runs, the last call first."""
+    printed = folder / f"rank{rank}.txt"
+    before = printed.stat().st_size
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGUSR1)
+    time.sleep(1.0)
+    return printed.read_bytes()[before:].decode(errors="replace")
 
 
 def _watch(
-    processes: list[int], fault: Fault | None, progress: np.ndarray, limit: float
+    processes: list[int], fault: Fault | None, progress: np.ndarray, limit: float, watch: Callable[[], None]
 ) -> tuple[dict[int, int], list[float], set[int]]:
     """Return the exit statuses of the ranks that have ended, the times of their ends, and all processes that existed."""
     began, codes, ended_at, seen = time.monotonic(), dict[int, int](), [0.0] * len(processes), set[int]()
     stays = set(fault.ranks) if fault is not None and fault.stays else set()
-    looked = due = goes_on = 0.0
+    looked = due = repeats = 0.0
     while len(codes.keys() | stays) < len(processes):
         now = time.monotonic()
         first = min((float(at) for at in progress[1] if at), default=0.0)
@@ -182,11 +210,12 @@ def _watch(
                 due = now + fault.delay
             if due and not first and now >= due:
                 progress[1, list(fault.ranks)] = time.monotonic()
-                goes_on = now + fault.seconds if fault.seconds else 0.0
+                repeats = now + max(fault.seconds, fault.again)
                 _signal([processes[rank] for rank in fault.ranks if rank not in codes], getattr(signal, fault.how))
-            if goes_on and now >= goes_on:
-                goes_on = 0.0
-                _signal([processes[rank] for rank in fault.ranks if rank not in codes], signal.SIGCONT)
+            if max(fault.seconds, fault.again) and repeats and now >= repeats:
+                repeats, name = 0.0, "SIGCONT" if fault.seconds else fault.how
+                _signal([processes[rank] for rank in fault.ranks if rank not in codes], getattr(signal, name))
+        watch()
         time.sleep(0.005)
     return codes, [at or time.monotonic() for at in ended_at], seen
 

@@ -11,10 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -35,10 +37,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def finish(figures: dict[str, float], options: argparse.Namespace) -> None:
-    """Write the figures and check the required ones; exit with 1 if a check fails."""
+def finish(figures: dict[str, float], options: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Write the figures, and ``more`` beside them, and check the required ones; exit with 1 if a check fails."""
     if options.json is not None:
-        result = {"figures": figures, "measured_on": where()} | _remembered(options.json)
+        result = {"figures": figures, "measured_on": where()} | _remembered(options.json) | dict(more)
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     missed = [demand for demand in options.require if not _holds(demand, figures)]
     for demand in missed:
