@@ -65,7 +65,7 @@ class Counts:
         runs = self.counts["runs"]
         found = {name: float(self.counts[name]) for name in ("runs", *defects, *ends)}
         found |= {f"{name}_at_most": largest_share(self.counts[name], runs) for name in defects}
-        found["none_at_most"] = largest_share(0, runs)
+        found["kinds"] = float(len(self.kinds))
         return found | {"slowest_seconds": max((of_kind["slowest_seconds"] for of_kind in self.kinds.values()), default=0.0)}
 
     def as_json(self) -> dict[str, Any]:

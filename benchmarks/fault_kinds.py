@@ -6,7 +6,7 @@ import os
 import random
 from dataclasses import dataclass
 
-STEPS, SAVES_EVERY = 30, 5
+STEPS, SAVES_EVERY = 24, 6
 _WAITS_FOR_NOTHING = 300.0  # the timeout of a group whose ranks hear of the fault before
 
 
@@ -85,7 +85,7 @@ class Kind:
     place: str = "signal"
     how: str = "SIGKILL"
     who: str = "any"
-    steps: tuple[int, int] = (7, 24)
+    steps: tuple[int, int] = (8, 20)
     timeout: float = 0.0
     seconds: float = 0.0
     again: bool = False
@@ -108,7 +108,7 @@ _HOOKS = ("configure_model", "configure_optimizers", "module_setup", "data_setup
 _PARTS = {
     "starting": {"steps": (0, 0)},
     "loading": {"steps": (0, 0), "after": "killed"},
-    "saving": {"steps": (1, 24)},
+    "saving": {"steps": (1, 17)},
 }
 _FAILURES = {
     "raised": {"how": "raise"},
@@ -124,10 +124,10 @@ _FAILURES = {
 KINDS = {
     "killed": Kind(),
     "killed_rank_0": Kind(who="first"),
-    "killed_before_the_first_checkpoint": Kind(steps=(1, 4)),
+    "killed_before_the_first_checkpoint": Kind(steps=(1, 5)),
     "killed_two_at_once": Kind(who="two"),
     "killed_all": Kind(who="all"),
-    "killed_twice": Kind(steps=(25, 28), after="killed"),
+    "killed_twice": Kind(steps=(20, 22), after="killed"),
     "killed_in_step": Kind("step", "kill"),
     "killed_in_train_start": Kind("train_start", "kill", steps=(0, 0)),
     "killed_in_hook_of_save": Kind("save", "kill"),
@@ -139,8 +139,8 @@ KINDS = {
     "raised_in_step": Kind("step", "raise"),
     "raised_in_step_of_rank_0": Kind("step", "raise", "first"),
     "raised_in_callback": Kind("callback", "raise"),
-    "raised_in_collate": Kind("collate", "raise", steps=(7, 18), workers=0),
-    "raised_in_worker": Kind("sample", "raise", steps=(7, 18), workers=2),
+    "raised_in_collate": Kind("collate", "raise", steps=(7, 14), workers=0),
+    "raised_in_worker": Kind("sample", "raise", steps=(7, 14), workers=2),
     "raised_in_hook_of_save": Kind("save", "raise"),
     "raised_in_hook_of_load": Kind("load", "raise", steps=(0, 0), after="killed"),
     "raised_before_optimizer_step": Kind("before_optimizer_step", "raise"),
@@ -159,8 +159,8 @@ KINDS = {
     "stopped_rank_0": Kind(how="SIGSTOP", who="first", timeout=8, seconds=20),
     "stopped_for_moments": Kind(how="SIGSTOP", timeout=12, seconds=3),
     "hung_in_step": Kind("step", "hang", timeout=8, stays=True),
-    "killed_worker": Kind("sample", "kill", steps=(7, 18), workers=2),
-    "hung_worker": Kind("sample", "hang", steps=(7, 18), workers=2, timeout=8, stays=True),
+    "killed_worker": Kind("sample", "kill", steps=(7, 14), workers=2),
+    "hung_worker": Kind("sample", "hang", steps=(7, 14), workers=2, timeout=8, stays=True),
     "folder_removed": Kind("callback", "remove", "first"),
     "file_too_large": Kind("write", "limit", "first", checkpoint="single", says=_TOO_LARGE),
     "file_too_large_for_its_part": Kind("write", "limit", checkpoint="sharded", says=_TOO_LARGE),
@@ -191,7 +191,7 @@ ROOT_ONLY = ("disk_full", "disk_read_only")
 
 CONTROLS = {
     "other_weights": Kind("weights", "other", finds="silent_losses"),
-    "began_anew": Kind(steps=(12, 24), damage="hidden", finds="silent_losses"),
+    "began_anew": Kind(steps=(14, 20), damage="hidden", finds="silent_losses"),
     "says_nothing": Kind("step", "raise", finds="unnamed_errors"),
     "does_not_end": Kind("step", "raise", finds="hangs"),
     "leaves_a_process": Kind("step", "leave_process", finds="orphans"),
@@ -226,7 +226,7 @@ def draw_case(name: str, draw: random.Random) -> Case:
     struck = tuple(sorted(draw.sample(list(some), {"two": 2, "all": ranks}.get(kind.who, 1))))
     step, at, delay, again = draw.randint(*kind.steps), draw.random(), draw.uniform(0, 0.03), draw.uniform(0.001, 0.3)
     fault = Fault(kind.place, kind.how, struck, step, at, delay, kind.seconds, again if kind.again else 0.0, kind.stays)
-    before = (Fault("signal", "SIGKILL", (draw.randrange(ranks),), draw.randint(12, 23), delay=delay),)
+    before = (Fault("signal", "SIGKILL", (draw.randrange(ranks),), draw.randint(8, 16), delay=delay),)
     return Case(
         kind=name,
         ranks=ranks,

@@ -179,13 +179,14 @@ def _report_of(folder: Path, rank: int) -> tuple[str, str, dict[str, Any] | None
 
 
 def _stack_of(process: int, folder: Path, rank: int) -> str:
-    """Return the position of each thread of a rank that runs, the last call first."""
+    """Return the position of each thread of a rank that runs, the last call and the main thread first."""
     printed = folder / f"rank{rank}.txt"
     before = printed.stat().st_size
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGUSR1)
     time.sleep(1.0)
-    return printed.read_bytes()[before:].decode(errors="replace")
+    others, current, main = printed.read_bytes()[before:].decode(errors="replace").partition("Current thread")
+    return current + main + others
 
 
 def _watch(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import convergence
@@ -13,7 +16,8 @@ import overlap_workload
 import pytest
 import what_if
 from contest import Contest
-from fault_kinds import Fault
+from fault_counts import Counts, largest_share
+from fault_kinds import Fault, draw_case
 from fault_ranks import Attempt, RankEnd
 
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -115,12 +119,45 @@ RIGHT_END = {"digest": "right", "first_step": 10, "steps": 60}
         ({"error": "RuntimeError: Connection closed by peer [127.0.0.1]:1"}, {}, ["unnamed_errors"]),
         ({}, {"processes": ["python (7)"], "memory": ["torch_7"]}, ["orphans", "shared_memory"]),
         ({}, {"struck": False}, ["unstruck"]),
+        ({"decisive": "OSError: could not write"}, {"says": "No space left"}, ["unnamed_errors"]),
+        ({"decisive": "OSError: rank 1 could not write checkpoints: No space left"}, {"says": "No space left"}, []),
     ],
 )
 def test_defects_after_a_fault(other: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
     """Rank 1 was killed. Rank 0 has to name it and the cause."""
-    said = RankEnd(1, 0.1, "RuntimeError: rank 1 has ended: Connection closed by peer", None)
-    ends = [dataclasses.replace(said, **other), RankEnd(-9, 0.0, "", None)]
+    said = RankEnd(1, 0.1, "RuntimeError: rank 1 has ended: Connection closed by peer", "", None)
+    ends = [dataclasses.replace(said, **other), RankEnd(-9, 0.0, "", "rank 1: No space left in checkpoints", None)]
     attempt = Attempt(ends, more.get("struck", True), 20, more.get("processes", []), more.get("memory", []))
-    fault = Fault("signal", "SIGKILL", (1,), 12, 0.0, 0.0, False)
-    assert [defect for defect, _ in faults.defects(fault, attempt, ["right", "right"])] == expected
+    fault = Fault("signal", "SIGKILL", (1,), 12)
+    case = dataclasses.replace(draw_case("killed", Random(0)), ranks=2, faults=(fault,), says=more.get("says", ""))
+    assert [defect for defect, _ in faults.defects(case, fault, attempt, ["right", "right"])] == expected
+
+
+def test_a_rank_that_raises_keeps_its_error() -> None:
+    fault = Fault("step", "raise", (0,), 12)
+    case = dataclasses.replace(draw_case("raised_in_step", Random(0)), ranks=1, faults=(fault,))
+    for error, expected in (("RuntimeError: injected fault on rank 0", []), ("TypeError: no text", ["unnamed_errors"])):
+        attempt = Attempt([RankEnd(1, 0.1, error, error, None)], True, 20, [], [])
+        assert [defect for defect, _ in faults.defects(case, fault, attempt, ["right"])] == expected
+
+
+def test_counts_of_faults_add_up(tmp_path: Path) -> None:
+    """Runs of the same seed are refused, and so are those of another definition."""
+    assert largest_share(0, 600) == pytest.approx(1 - 0.05 ** (1 / 600))
+    assert largest_share(1, 10) == pytest.approx(0.39416, abs=1e-5)  # tables of Clopper and Pearson
+    assert largest_share(10, 10) == 1.0
+    path, begun = tmp_path / "faults.json", Counts.new(["killed"], 15.0)
+    begun.add(3, 0, "killed", [("hangs", "rank 1"), ("hangs", "rank 2")], 15.04, "failed")
+    begun.parts.append({"seed": 3, "runs": 1})
+    path.write_text(json.dumps(begun.as_json()))
+    added = Counts.read(path, Counts.new(["killed"], 15.0), 4)
+    added.add(4, 0, "killed", [], 2.0, "resumed")
+    figures = added.figures(("hangs",), ("resumed", "failed"))
+    assert figures == pytest.approx(
+        {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "slowest_seconds": 15.0}
+        | {"hangs_at_most": largest_share(1, 2), "kinds": 1}
+    )
+    assert added.kinds == {"killed": {"runs": 2, "slowest_seconds": 15.0}}
+    for expected, seed, text in ((Counts.new(["killed"], 15.0), 3, "seed 3"), (Counts.new(["killed"], 9.0), 4, "other kinds")):
+        with pytest.raises(ValueError, match=text):
+            Counts.read(path, expected, seed)

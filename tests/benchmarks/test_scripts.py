@@ -217,8 +217,9 @@ def test_fault_campaign(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     faults.main(["--kinds", "killed", "--json", str(path), "--runs", "1"])
     figures = json.loads(path.read_text())["figures"]
-    wrong = ("hangs", "silent_losses", "orphans", "shared_memory", "not_resumed", "unstruck", "failed")
-    assert figures["runs"] == figures["resumed"] == 1 and not any(figures[name] for name in wrong)
+    assert figures["runs"] == figures["resumed"] == 1 and not any(figures[name] for name in (*faults.DEFECTS, "failed"))
+    faults.main(["--kinds", "killed", "--append", str(path), "--runs", "1", "--seed", "1"])
+    assert json.loads(path.read_text())["figures"]["runs"] == 2
 
 
 def test_simulator(run: Run) -> None:
