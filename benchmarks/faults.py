@@ -330,7 +330,7 @@ def defects(case: Case, fault: Fault, attempt: Attempt, expected: list[str]) -> 
 def _is_clear(case: Case, fault: Fault, rank: int, end: RankEnd) -> bool:
     if rank >= case.ranks:  # another job may refuse to replace what this job writes
         return "checkpoints" in end.decisive
-    if fault is case.faults[-1] and case.says and not (re.search(case.says, end.decisive) and _named(end.decisive)):
+    if fault is case.faults[-1] and case.says and not re.search(case.says, end.decisive):
         return False
     if rank in fault.ranks:  # its own error must not be replaced by another
         return not fault.how.startswith(("raise", "memory_error")) or "injected fault" in end.error
