@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryFile
-from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint import partial_files, sharded_folder, single_file
+from lightning_freescale.checkpoint.held_files import WHOLE, HeldFiles
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -25,12 +26,47 @@ _LARGE = 1 << 20
 """The smallest matrix, in bytes, that a folder stores as a separate tensor."""
 _ROWS_AT_ONCE = 1 << 18
 _MISSING = "it does not exist"
+_ATTEMPTS = 20
+
+T = TypeVar("T")
 
 
-def check(path: Path, *, together: bool) -> None:
-    """Check by its checksums that a checkpoint is complete. If ``together``, each rank checks a share. Collective then."""
+class Opened:
+    """A checkpoint whose files are held open, so that another job can replace it before and while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._files = path, HeldFiles(path)
+        self.identity = self._files.identity
+
+    def damage(self, rank: int, ranks: int) -> str:
+        """Return a description of the damage to this rank's share of the contents; empty if there is none."""
+        if self._files.is_folder:
+            return sharded_folder.damage(self._files, rank, ranks)
+        return single_file.damage(self._files / WHOLE, rank, ranks)
+
+    def read(self, weights_only: bool | None) -> Any:
+        """Return the contents; large tensors are read when they are used."""
+        if self._files.is_folder:
+            return sharded_folder.read(self._files, weights_only)
+        return single_file.read(self._files / WHOLE, weights_only)
+
+
+def opened(path: Path, *, together: bool) -> Opened:
+    """Open a checkpoint, and check by its checksums that it is complete.
+
+    If ``together``, the ranks open the same contents, and each checks a share. Collective then.
+    """
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
-    reason = _format(path).damage(path, rank, ranks) if path.exists() else _MISSING
+    for attempt in range(_ATTEMPTS):
+        checkpoint = _tried(lambda: Opened(path))
+        mine = checkpoint.identity if isinstance(checkpoint, Opened) else checkpoint
+        identities = [mine] if ranks == 1 else gather_objects(mine)
+        if len(set(identities)) == 1:
+            break
+        time.sleep(0.01 * attempt)  # another job has replaced the checkpoint meanwhile
+    reason = checkpoint if isinstance(checkpoint, str) else _tried(lambda: checkpoint.damage(rank, ranks))
+    if not reason and mine != identities[0]:
+        reason = "it reads other contents than rank 0. Another job writes this checkpoint, or the hosts share no file system"
     reasons = [reason] if ranks == 1 else gather_objects(reason)
     if set(reasons) == {_MISSING}:
         raise FileNotFoundError(f"the checkpoint {path} does not exist")
@@ -40,25 +76,36 @@ def check(path: Path, *, together: bool) -> None:
         raise ValueError(
             f"the checkpoint {path} is damaged or incomplete ({listed}). Nothing was loaded. Resume from an earlier checkpoint."
         )
+    assert isinstance(checkpoint, Opened)
+    return checkpoint
 
 
-def newest_other_checkpoint(path: Path) -> Path | None:
-    """Return the newest other complete checkpoint in the folder of ``path``; None if there is none. Collective."""
+def _tried(do: Callable[[], T]) -> T | str:
+    try:
+        return do()
+    except FileNotFoundError:
+        return _MISSING
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def newest_other_checkpoint(path: Path) -> Opened | None:
+    """Open the newest other complete checkpoint in the folder of ``path``; return None if there is none. Collective."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
     named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
     for name in gather_objects(named)[0] if dist.is_initialized() else named:
         try:
-            check(Path(name), together=True)
+            return opened(Path(name), together=True)
         except ValueError:
             continue
-        return Path(name)
     return None
 
 
-def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint of the Trainer; large tensors are read when they are used."""
+    path = checkpoint.path
     try:
-        found = _format(path).read(path, weights_only)
+        found = checkpoint.read(weights_only)
     except UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -75,10 +122,6 @@ def read(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def _format(path: Path) -> ModuleType:
-    return sharded_folder if path.is_dir() else single_file
-
-
 def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
     """Check and read a checkpoint, a file or a folder; large tensors are read when they are used.
 
@@ -86,8 +129,7 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
         ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects.
         OSError: it does not exist.
     """
-    check(path, together=False)  # other ranks of a run may not call this function
-    return read(path, weights_only)
+    return read(opened(path, together=False), weights_only)  # other ranks of a run may not call this function
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:

@@ -37,10 +37,11 @@ from typing_extensions import override
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import partial_files, single_file
+from lightning_freescale.checkpoint.held_files import MANIFEST, HeldFiles
 from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, Key, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 
-MANIFEST, _META = "freescale.json", "meta.pt"
+_META = "meta.pt"
 _FORMAT = 1
 _MARK = "lightning_freescale tensor: "
 _READ_AT_ONCE = 1 << 20
@@ -119,7 +120,7 @@ def write_pieces(
     return files.sums
 
 
-def read(folder: Path, weights_only: bool | None) -> Any:
+def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     """Read a checkpoint; tables and their states stay in the folder and are returned as :class:`.StoredTensor`."""
     described, pieces = _manifest(folder)["tensors"], _StoredPieces(folder)
 
@@ -135,7 +136,7 @@ def read(folder: Path, weights_only: bool | None) -> Any:
     return pytree.tree_map_only(str, stored, found)
 
 
-def damage(folder: Path, rank: int, ranks: int) -> str:
+def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
     """Return a description of the damage to this rank's share of the files; empty if there is none."""
     try:
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
@@ -151,7 +152,7 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
     return ""
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: HeldFiles) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"it has no {MANIFEST}. It is not a sharded checkpoint of strategy 'freescale', or it is incomplete")
     try:
@@ -209,8 +210,9 @@ def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | 
 class _StoredPieces:
     """The tensors in a folder, by name."""
 
-    def __init__(self, folder: Path) -> None:
-        self._reader = dcp.FileSystemReader(folder)
+    def __init__(self, folder: HeldFiles) -> None:
+        self._reader = dcp.FileSystemReader(".")
+        self._reader.fs = folder
         with open(folder / ".metadata", "rb") as file:
             self._metadata: Metadata = _MetadataUnpickler(file).load()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)

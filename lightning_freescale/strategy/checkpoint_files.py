@@ -125,14 +125,13 @@ class CheckpointFiles:
         """
         reading = checkpoint_module("conversion")
         try:
-            reading.check(path, together=True)
+            found = reading.opened(path, together=True)
         except ValueError as damage:
-            earlier = reading.newest_other_checkpoint(path) if is_last(path, trainer) else None
-            if earlier is None:
+            found = reading.newest_other_checkpoint(path) if is_last(path, trainer) else None
+            if found is None:
                 raise
-            rank_zero_warn(f"{damage}. This run resumes from {earlier}, the newest complete checkpoint in the same folder")
-            path = earlier
-        return cast(dict[str, Any], reading.read(path, weights_only))
+            rank_zero_warn(f"{damage}. This run resumes from {found.path}, the newest complete checkpoint in the same folder")
+        return cast(dict[str, Any], reading.read(found, weights_only))
 
 
 def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.checkpoint.conversion import check, read
+from lightning_freescale.checkpoint.conversion import opened, read
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
@@ -87,8 +87,7 @@ def _errors(paths: list[Path], together: bool) -> dict[str, str]:
     found = {}
     for path in paths:
         try:
-            check(path, together=together)
-            found[path.name] = read(path, True) and "nothing"
+            found[path.name] = read(opened(path, together=together), True) and "nothing"
         except (ValueError, OSError) as error:
             found[path.name] = f"{type(error).__name__}: {error}"
     return found
@@ -175,9 +174,9 @@ def test_code_in_a_folder_is_not_run(file: str, saved: Saved, tmp_path: Path) ->
     del manifest["crc32"]
     manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     (path / "freescale.json").write_text(json.dumps(manifest))
-    check(path, together=False)
+    checkpoint = opened(path, together=False)
     with pytest.raises(ValueError, match="weights_only"):
-        read(path, True)
+        read(checkpoint, True)
     assert not made.exists()
 
 

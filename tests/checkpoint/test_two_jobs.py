@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import random
 import signal
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from lightning_freescale.checkpoint.conversion import read_checkpoint, write_file, write_folder
+from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale.checkpoint.conversion import opened, read, read_checkpoint, write_file, write_folder
 from lightning_freescale.checkpoint.sharded_folder import materialized
+from lightning_freescale.testing import run_distributed
+from tests.checkpoint.fits import Large, fit
 
 WRITERS = {"single": write_file, "sharded": write_folder}
 DAY = 24 * 3600
@@ -26,10 +34,14 @@ def _checkpoint(job: int) -> dict[str, Any]:
 
 def _job_of(path: Path) -> int:
     """Return the job that wrote a checkpoint, after a check that all its values are of this job."""
-    found = materialized(read_checkpoint(path))
+    return _only_value(read_checkpoint(path))
+
+
+def _only_value(checkpoint: dict[str, Any]) -> int:
+    found = materialized(checkpoint)
     values = {float(value) for tensor in found["state_dict"].values() for value in tensor.unique()}
-    assert values == {found["global_step"]}
-    return int(found["global_step"])
+    assert values == {float(found.get("value", found["global_step"]))}
+    return int(values.pop())
 
 
 def _write(kind: str, job: int, path: Path) -> None:
@@ -120,3 +132,85 @@ def age(path: Path, seconds: float) -> None:
     """Make a file look older."""
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
+
+
+# -- rounds of two writers, beside two ranks that read
+
+
+def _write_in_rounds(kind: str, job: int, path: Path, rounds: int, begin: Any) -> None:
+    draw = random.Random(job)
+    for _ in range(rounds):
+        begin.wait(60)
+        time.sleep(draw.random() * 0.05)
+        _write(kind, job * 1000, path)
+
+
+class FillsAndSaves(L.Callback):
+    """A callback that sets all weights to a number of this job and step, and saves, at the same time as another job."""
+
+    def __init__(self, job: int, path: Path, begin: Any) -> None:
+        self.job, self.path, self.begin = job, path, begin
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            self.begin.wait(60)
+        for weight in trainer.strategy._own_parameters().values():
+            weight.data.fill_(self._value(trainer))
+        trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["value"] = self._value(trainer)
+
+    def _value(self, trainer: L.Trainer) -> int:
+        return self.job * 1000 + trainer.global_step
+
+
+def _train(kind: str, saving: FillsAndSaves, rounds: int) -> None:
+    fit(Large, strategy={"checkpoint": kind, "overlap": False}, callbacks=[saving], max_steps=rounds, max_epochs=-1)
+
+
+def _train_in_rounds(kind: str, job: int, path: Path, rounds: int, begin: Any) -> None:
+    run_distributed(_train, 2, kind, FillsAndSaves(job, path, begin), rounds, timeout=500)
+
+
+def _until_ended(write: Callable[..., None], kind: str, job: int, path: Path, *arguments: Any) -> None:
+    try:
+        write(kind, job, path, *arguments)
+    finally:
+        (path.parent / f"ended{job}").touch()
+
+
+def _read_meanwhile(path: Path) -> Counter[int]:
+    """Return how often the ranks have read the checkpoint of each job. All ranks must read the same one."""
+    found: Counter[int] = Counter()
+    while not all(gather_objects((path.parent / f"ended{job}").exists()) == [True] * 2 for job in (1, 2)):
+        values = gather_objects(_only_value(read(opened(path, together=True), True)))
+        assert len({*values}) == 1, f"the ranks have read different checkpoints: {values}"
+        found[values[0] // 1000] += 1
+    return found
+
+
+ROUNDS = [
+    pytest.param("single", 8, _write_in_rounds),
+    pytest.param("sharded", 8, _write_in_rounds),
+    pytest.param("single", 10, _train_in_rounds, marks=pytest.mark.slow),
+    pytest.param("sharded", 10, _train_in_rounds, marks=pytest.mark.slow),
+    pytest.param("async", 10, _train_in_rounds, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "rounds", "write"), ROUNDS)
+def test_every_reader_gets_one_whole_checkpoint(kind: str, rounds: int, write: Callable[..., None], tmp_path: Path) -> None:
+    path, context = tmp_path / "last.ckpt", mp.get_context("fork")
+    _write("single" if kind == "single" else "sharded", 3000, path)
+    begin = context.Barrier(2)
+    jobs = [context.Process(target=_until_ended, args=(write, kind, job, path, rounds, begin)) for job in (1, 2)]
+    for job in jobs:
+        job.start()
+    found = run_distributed(_read_meanwhile, 2, path, timeout=500)[0]
+    for job in jobs:
+        job.join(60)
+    print(kind, rounds, "rounds, reads by job:", dict(found))
+    assert [job.exitcode for job in jobs] == [0, 0]
+    assert _only_value(read_checkpoint(path)) // 1000 in (1, 2) and sum(found.values()) > 1
+    assert _names(tmp_path) == ["ended1", "ended2", "last.ckpt"]

@@ -1,0 +1,81 @@
+"""The files of a checkpoint that is read. They stay readable and the same while another job replaces the checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+from typing_extensions import override
+
+MANIFEST = "freescale.json"
+"""The file of a folder that lists its files."""
+WHOLE = ""
+"""The name of a checkpoint in one file."""
+_TAIL_BYTES = 1 << 20
+_ATTEMPTS = 20
+
+
+class HeldFiles(FileSystem):
+    """The open files of a checkpoint, by name. They are closed when nothing refers to this object.
+
+    ``held / name`` is a path of a file, valid in this process. It leads to no file if the folder has none with this name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        for _ in range(_ATTEMPTS):
+            self._open = {WHOLE: os.open(path, os.O_RDONLY)}
+            close = finalize(self, _close, self._open)
+            self.is_folder = stat.S_ISDIR(os.fstat(self._open[WHOLE]).st_mode)
+            if not self.is_folder or self._has_all() or self._is_at(path):
+                return
+            close()  # another job has replaced the folder, and removed a file before this process could open it
+        raise OSError(errno.EBUSY, f"another job has replaced it during each of {_ATTEMPTS} attempts to open it", str(path))
+
+    def _has_all(self) -> bool:
+        """Open the files of the folder, and return whether it has all that the manifest lists."""
+        names = [MANIFEST]
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._open[name] = os.open(name, os.O_RDONLY, dir_fd=self._open[WHOLE])
+            if name == MANIFEST:
+                # a damaged manifest is reported later
+                with suppress(ValueError, LookupError, TypeError, OSError):
+                    names += [*json.loads((self / MANIFEST).read_bytes())["files"]]
+        return all(name in self._open for name in names)
+
+    def _is_at(self, path: Path) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(path), os.fstat(self._open[WHOLE]))
+        return False
+
+    def __truediv__(self, name: str) -> Path:
+        return Path(f"/dev/fd/{self._open.get(name, 'none')}")
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Numbers that differ between checkpoints with different contents."""
+        path = self / (MANIFEST if self.is_folder else WHOLE)
+        if not path.exists():
+            return 0, 0
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))  # the end has checksums of all contents
+            return size, zlib.crc32(file.read())
+
+    @override
+    def concat_path(self, path: Any, suffix: str) -> Path:
+        return self / suffix
+
+
+def _close(files: dict[str, int]) -> None:
+    for file in files.values():
+        os.close(file)
+    files.clear()
