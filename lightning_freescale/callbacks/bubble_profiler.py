@@ -22,6 +22,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_info,
 )
 from lightning_freescale._lightning.profiler import ProgressLine, log_but_on_terminal, stages_on
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
 from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
@@ -162,7 +163,7 @@ class BubbleProfiler(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        reason, report = f"{type(exception).__name__}: {exception}".strip(": "), None
+        reason, report = error_text(exception), None
         try:
             if self._profiler is not None:  # otherwise training has not started
                 self._profiler.note_outcome(assignment_of(trainer))

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_freescale._runtime.code_place import place_in_code
+from lightning_freescale._runtime.error_text import error_text, sendable
 from lightning_freescale._runtime.worker import start_daemon
 
 Point = tuple[int, int]
@@ -140,7 +141,7 @@ class RankNotices:
             text = " ".join(str(argument) for argument in error.args)
             error.args = (f"{text}\n{self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))}",)
             return
-        text = f"rank {self.rank} has failed first: {type(error).__name__}: {error}".strip(": ")
+        text = f"rank {self.rank} has failed first: {error_text(error)}"
         with suppress(NotInTime, RuntimeError):
             self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
 
@@ -199,7 +200,7 @@ class RankNotices:
 
     def _answer(self, place: str) -> None:
         self._answered = True
-        self._store.set(f"here/{self.rank}", place)
+        self._store.set(f"here/{self.rank}", sendable(place))
 
     # -- the thread
 
@@ -249,7 +250,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
     """Return True if the error, or one of its causes, is that of a collective with another rank that ended or is late."""
     while error is not None:
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_COLLECTIVE)
+            isinstance(error, RuntimeError) and any(words in error_text(error) for words in _OF_A_COLLECTIVE)
         ):
             return True
         error = error.__cause__

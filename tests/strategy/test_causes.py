@@ -29,15 +29,16 @@ SECONDS = 15.0
 """Timeout of the groups; what ends sooner has not waited for it."""
 
 
-def _raise(error: type[BaseException]) -> Callable[[], None]:
+def _raise(error: type[BaseException], text: str = "the needle") -> Callable[[], None]:
     def fail() -> None:
-        raise error("the needle")
+        raise error(text)
 
     return fail
 
 
 ENDS: dict[str, Callable[[], None]] = {
     "raises": _raise(KeyError),
+    "raises a text that cannot be encoded": _raise(ValueError, "the needle \udcff\nin " + "hay" * 2_000_000),
     "is interrupted": _raise(KeyboardInterrupt),
     "exits": lambda: sys.exit("the needle"),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -124,7 +125,7 @@ SILENT = "rank 1 does not answer"
     ("hook", "how", "cause", "overlap"),
     [
         ("training_step", "raises", "KeyError: 'the needle'", True),
-        ("callback", "raises", "KeyError: 'the needle'", False),
+        ("callback", "raises a text that cannot be encoded", r"ValueError: the needle \udcff in hay", False),
         ("collate", "raises", "KeyError: 'the needle'", True),
         ("on_before_optimizer_step", "raises", "KeyError: 'the needle'", True),
         ("embedding_ids", "raises", "KeyError: 'the needle'", True),
@@ -139,6 +140,9 @@ def test_survivors_name_rank_and_cause(hook: str, how: str, cause: str, overlap:
     assert set(errors) == {0, 1, 2}
     for survivor in (0, 2):
         assert (cause if cause == SILENT else f"rank 1 has failed first: {cause}") in errors[survivor], errors[survivor]
+        assert len(errors[survivor]) < 50_000
+        assert "rank 1 " in errors[survivor].rstrip().splitlines()[-1]
+    assert cause == SILENT or cause[:20] in errors[1]
     assert hook != "embedding_ids" or "CannotTell.embedding_ids" in errors[1]
 
 

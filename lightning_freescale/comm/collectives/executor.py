@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm.collectives.eager_exchange import EagerExchange
 from lightning_freescale.comm.collectives.handshake import CollectiveHandshake
@@ -173,7 +174,7 @@ class CollectiveExecutor:
 
     def _end_lane(self, name: str, error: BaseException) -> dist.DistBackendError:
         # any failure ends the lane, because gloo cannot safely withdraw messages that are partly posted
-        text = str(error) if isinstance(error, dist.DistBackendError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, dist.DistBackendError) else error_text(error)
         located = self._locate(name, self.failure or text)
         self.failure = self.failure or located
         self._handshake.drop_receives()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.host import HostTransport
@@ -132,7 +133,7 @@ def build_transport(
         peer = PeerTransport(driver, buffer, near, p2p.ranks)
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
     except Exception as error:  # all ranks receive the text
-        return None, f"{type(error).__name__}: {error}"
+        return None, error_text(error)
 
 
 def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:

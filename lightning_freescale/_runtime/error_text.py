@@ -1,0 +1,23 @@
+"""Errors as texts that ranks can exchange."""
+
+from __future__ import annotations
+
+_MOST = 4000
+"""The number of characters of a text, because every rank prints it."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and the text of an error, see :func:`sendable`."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be computed"
+    return sendable(f"{type(error).__name__}: {text}".strip(": "))
+
+
+def sendable(text: str) -> str:
+    """Return a text in one line that can be encoded. A long text has only its beginning and its end."""
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]} ... {len(text) - _MOST} characters ... {text[-_MOST // 2 :]}"
+    text = text.encode(errors="backslashreplace").decode()
+    return " ".join(line.strip() for line in text.splitlines())
