@@ -92,13 +92,20 @@ def _tried(do: Callable[[], T]) -> T | str:
 def newest_other_checkpoint(path: Path) -> Opened | None:
     """Open the newest other complete checkpoint in the folder of ``path``; return None if there is none. Collective."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
-    named = [str(other) for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True)]
+    named = [str(other) for other in sorted(others, key=_written_at, reverse=True)]
     for name in gather_objects(named)[0] if dist.is_initialized() else named:
         try:
             return opened(Path(name), together=True)
-        except ValueError:
+        except (ValueError, FileNotFoundError):
             continue
     return None
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another job has replaced or removed it
+        return 0.0
 
 
 def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
@@ -174,6 +181,7 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
         OSError: it does not exist.
     """
     if not Path(path).is_dir():
+        opened(Path(path), together=False)
         return open(path, "rb")
     file: Any = TemporaryFile()  # noqa: SIM115 (the caller closes it)
     _save(read_checkpoint(Path(path), weights_only), file)

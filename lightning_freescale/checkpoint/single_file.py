@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.checkpoint import partial_files
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensors
 
 _READ_AT_ONCE = 1 << 20
+_IS_FOLDER = 16  # an attribute of a record; torch does not read a record with it
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
@@ -61,20 +63,39 @@ def read(path: Path, weights_only: bool | None) -> Any:
 
 def damage(path: Path, rank: int, ranks: int) -> str:
     """Return a description of the damage to this rank's share of the records; empty if there is none."""
-    if not path.stat().st_size:
-        return "it is empty"
-    if not zipfile.is_zipfile(path):
-        return "it was not written by torch.save, or its end is missing"
     try:
+        if not path.stat().st_size:
+            return "it is empty"
+        if not zipfile.is_zipfile(path):
+            return "it was not written by torch.save, or its end is missing"
         with zipfile.ZipFile(path) as archive:
             largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)
             for record in largest_first[rank::ranks]:
                 with archive.open(record) as values:
                     while values.read(_READ_AT_ONCE):
                         pass
-    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
+            _compare_readers(path, archive)
+    except MemoryError:
+        raise
+    except Exception as error:  # damage makes zipfile, its decompressors and torch raise errors of many types
+        return error_text(error)
     return ""
+
+
+def _compare_readers(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raise a ValueError if torch reads other records than Python: they use different fields of the directory."""
+    with open(path, "rb") as file:
+        reader = torch._C.PyTorchFileReader(file)
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+        sizes = {name: reader.get_record_size(name) for name in reader.get_all_records()}
+        if sizes != {name: record.file_size for name, record in records.items()}:
+            raise ValueError("the directory does not list all records")
+        for name, record in records.items():
+            if record.external_attr & _IS_FOLDER:
+                raise ValueError(f"the directory lists the record {name} as a folder")
+            reader.get_record_offset(name)
+            if not name.startswith("data/") and reader.get_record(name) != archive.read(record):
+                raise ValueError(f"the directory has other places for the record {name}")
 
 
 class _Filling:

@@ -36,6 +36,22 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _flip_at(mark: bytes, offset: int, mask: int, file: str = "") -> Callable[[Path], None]:
+    """Return a function that changes the byte at a distance from the first ``mark``, or from the last one if it is negative."""
+
+    def flip(path: Path) -> None:
+        content = bytearray((path / file).read_bytes())
+        start = content.index(mark) + offset if offset >= 0 else content.rindex(mark) - offset
+        content[start] ^= mask
+        (path / file).write_bytes(content)
+
+    return flip
+
+
+LOCAL, CENTRAL, END64, LOCATOR, END = (b"PK" + part for part in (b"\3\4", b"\1\2", b"\6\6", b"\6\7", b"\5\6"))
+"""The headers of a record, of an entry in the directory, and of the parts of the directory's end."""
+
+
 def _cut(path: Path) -> None:
     if path.is_dir():
         (path,) = path.glob("__1_*.distcp")
@@ -70,7 +86,28 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "edited manifest": ("sharded", _write_manifest('"float32"', '"float64"'), "rank 0: [^;]*freescale.json"),
     "no manifest": ("sharded", _write_manifest("{}"), "rank 0: [^;]*freescale.json"),
     "manifest of another kind": ("sharded", _write_manifest("[]"), "rank 0: [^;]*freescale.json"),
+    "flipped pieces": ("sharded", _flip_at(b"MetadataIndex", 3, 1, ".metadata"), r"damaged.*rank \d: [^;]*.metadata"),
+    "flipped entries": ("sharded", _flip_at(b"data.pkl", 90, 1, "meta.pt"), r"damaged.*rank \d: [^;]*meta.pt"),
+    "undecodable manifest": ("sharded", _flip_at(b"files", 1, 128, "freescale.json"), "damaged.*rank 0: [^;]*freescale.json"),
     "flipped file": ("single", _flip, r"rank \d: .*CRC-32"),
+    "first byte": ("single", _flip_at(LOCAL, 0, 1), r"damaged.*rank \d"),
+    "name in a record": ("single", _flip_at(LOCAL, 35, 1), r"damaged.*rank \d"),
+    "length of a name in a record": ("single", _flip_at(LOCAL, 26, 1), r"damaged.*rank \d"),
+    "flipped pickle": ("single", _flip_at(b"state_dict", 2, 1), r"damaged.*rank \d: .*CRC-32"),
+    "encrypted": ("single", _flip_at(CENTRAL, 8, 1), r"damaged.*rank \d"),
+    "undecodable name": ("single", _flip_at(CENTRAL, 46, 128), r"damaged.*rank \d"),
+    "compressed by deflate": ("single", _flip_at(CENTRAL, 10, 8), r"damaged.*rank \d"),
+    "compressed by bzip2": ("single", _flip_at(CENTRAL, -10, 12), r"damaged.*rank \d"),
+    "compressed by lzma": ("single", _flip_at(CENTRAL, -10, 14), r"damaged.*rank \d"),
+    "compressed in a new way": ("single", _flip_at(CENTRAL, -10, 99), r"damaged.*rank \d"),
+    "another checksum": ("single", _flip_at(CENTRAL, 16, 4), r"damaged.*rank \d: .*CRC-32"),
+    "a large record": ("single", _flip_at(CENTRAL, 27, 64), r"damaged.*rank \d"),
+    "another offset": ("single", _flip_at(CENTRAL, 42, 64), r"damaged.*rank \d"),
+    "several disks": ("single", _flip_at(LOCATOR, 4, 1), "damaged.*rank 0"),
+    "end of the directory": ("single", _flip_at(END, 1, 1), "damaged.*rank 0"),
+    "a folder": ("single", _flip_at(CENTRAL, 38, 16), "damaged.*rank 0"),
+    "number of records": ("single", _flip_at(END64, 24, 8), "damaged.*rank 0"),
+    "size of the directory": ("single", _flip_at(END64, 40, 1), "damaged.*rank 0"),
     "cut file": ("single", _cut, "rank 0: .*torch.save"),
     "empty file": ("single", lambda path: path.write_bytes(b""), "rank 0: [^;]*empty"),
     "text": ("single", lambda path: path.write_text("no checkpoint " * 100), "rank 0: [^;]*torch.save"),

@@ -7,7 +7,7 @@ import pytest
 from lightning_freescale._runtime.error_text import error_text
 
 
-class HasNoText(Exception):
+class NoTextError(Exception):
     def __str__(self) -> str:
         raise KeyError("no text")
 
@@ -19,7 +19,7 @@ class HasNoText(Exception):
         (KeyError("key"), "KeyError: 'key'"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (RuntimeError("first\n\tsecond\n"), "RuntimeError: first second"),
-        (HasNoText(), "HasNoText: its text cannot be computed"),
+        (NoTextError(), "NoTextError: its text cannot be computed"),
     ],
 )
 def test_any_error_has_a_text(error: BaseException, text: str) -> None:
