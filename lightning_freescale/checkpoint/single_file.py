@@ -85,7 +85,7 @@ def damage(path: Path, rank: int, ranks: int) -> str:
 def _compare_readers(path: Path, archive: zipfile.ZipFile) -> None:
     """Raise a ValueError if torch reads other records than Python: they use different fields of the directory."""
     with open(path, "rb") as file:
-        reader = torch._C.PyTorchFileReader(file)
+        reader: Any = torch._C.PyTorchFileReader(file)
         records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
         sizes = {name: reader.get_record_size(name) for name in reader.get_all_records()}
         if sizes != {name: record.file_size for name, record in records.items()}:
