@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "checkpoint": {"_runtime", "_version", "embeddings"},
     "_lightning": {"balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
-    "callbacks": {"_lightning", "balance", "data", "profiling"},
+    "callbacks": {"_lightning", "_runtime", "balance", "data", "profiling"},
     "training": {"_lightning", "_runtime", "balance", "comm", "embeddings", "profiling"},
     "strategy": {
         "_lightning",
