@@ -69,8 +69,11 @@ class TrainerDataModule(LightningDataModule):
         trainer = cast(Trainer, self.trainer)
         loop: Any = trainer.fit_loop
         epochs, cut = loop.epoch_progress.current, ended_inside_epoch(trainer)
+        batches = loop.epoch_loop.batch_progress
+        if batches.is_last_batch and batches.current.completed < batches.current.processed:  # its on_train_batch_end
+            return epochs.processed + 1, 0
         inside = cut or epochs.ready > epochs.processed  # otherwise the counted batches belong to the previous epoch
-        return epochs.processed - cut, loop.epoch_loop.batch_progress.current.processed if inside else 0
+        return epochs.processed - cut, batches.current.processed if inside else 0
 
     def _reload_now(self) -> None:
         """Make the Trainer read the training loader again if it has one."""

@@ -161,6 +161,22 @@ def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
+def start_next_epoch(trainer: Trainer) -> None:
+    """Start a new epoch if the run resumes from a checkpoint that was saved in ``on_train_batch_end`` of an epoch's last batch.
+
+    Call it in the strategy's ``on_train_start``. Lightning has closed the earlier epoch, but starts the new one after as many
+    batches, if it has more or no length. It then counts it as begun, so that a later checkpoint has a wrong position.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    # before Lightning 2.5.1, loops have no such stage, and repeat the last batch
+    if getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch:
+        loop.batch_progress.increment_completed()
+        loop._batches_that_stepped += 1
+        loop.restarting = False
+        loop.reset_restart_stage()
+        fit.reset_restart_stage()
+
+
 def command_line() -> Any:
     """Return Lightning's module ``cli``, imported late because the import is slow."""
     return import_module("lightning.pytorch.cli")

@@ -21,6 +21,7 @@ from lightning_freescale._lightning.loops import (
     is_local,
     rank_zero_warn,
     reopen_epoch,
+    start_next_epoch,
     warn_of_what_is_missing,
 )
 from lightning_freescale.checkpoint.run_state import (
@@ -223,6 +224,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def on_train_start(self) -> None:
+        start_next_epoch(self.trainer)
         self.files.training = True
         # not when the checkpoint is loaded, because Lightning draws random numbers before this hook
         if self._random_states:

@@ -18,7 +18,19 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.checkpoint.run_state import lay_out_buckets, noting_order
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
-from tests.checkpoint.fits import EPOCHS, STEPS, Fitted, Seen, Stream, assert_continued, fit, samples_by_step
+from tests.checkpoint.fits import (
+    EPOCHS,
+    GLOBAL_BATCH,
+    SAMPLES,
+    STEPS,
+    Fitted,
+    SaveAt,
+    Seen,
+    Stream,
+    assert_continued,
+    fit,
+    samples_by_step,
+)
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
 
@@ -131,6 +143,32 @@ def test_a_fit_that_ended_inside_an_epoch_goes_on_there(kind: str, ended_by: str
     first = run_distributed(fit, 2, callbacks=callbacks, save=path if saved_by == "hand" else None, **{**KINDS[kind], **limit})
     assert first[0].steps < STEPS
     assert_continued(first, run_distributed(fit, 2, resume=path, **KINDS[kind]), _uninterrupted(kind))
+
+
+def _after_an_epochs_last_batch(folder: Path, **options: Any) -> list[list[int]]:
+    """Return the samples of the first epoch, and those of the second in three fits: two by a resume and one in one go."""
+    ends, inside = str(folder / "ends.ckpt"), str(folder / "inside.ckpt")
+    now = {**options, "batch_size": options.pop("batch_size", GLOBAL_BATCH)}
+    whole = fit(callbacks=[SaveAt(ends, STEPS)], **options)
+    second = fit(callbacks=[StopAt(STEPS + 2, inside)], resume=ends, **now)
+    third = fit(resume=inside, **now)
+    if now["batch_size"] == GLOBAL_BATCH:
+        assert second.losses + third.losses == whole.losses[STEPS:]
+    parts = [whole.seen[:STEPS], second.seen + third.seen, fit(resume=ends, **now).seen]
+    return [[sample for step in part for sample in step] for part in parts]
+
+
+def _after_the_last_batch_in_all_ways(folder: Path) -> dict[str, list[list[int]]]:
+    ways: dict[str, dict[str, Any]] = {"as before": {}, "smaller": {"batch_size": 6}, "larger": {"batch_size": 24}}
+    ways |= {"stream": STREAM, "smaller stream": STREAM | {"batch_size": 6}, "steps": {"max_steps": 99, "batch_size": 6}}
+    return {way: _after_an_epochs_last_batch(folder, **options) for way, options in ways.items()}
+
+
+def test_a_checkpoint_of_an_epochs_last_batch_starts_the_next_epoch(tmp_path: Path) -> None:
+    """Save before Lightning counts the last batch, resume with other batches, and resume again inside the second epoch."""
+    found = run_distributed(_after_the_last_batch_in_all_ways, 1, tmp_path)[0]
+    once = list(range(SAMPLES))
+    assert {way: [sorted(part) == once for part in parts] for way, parts in found.items()} == {way: [True] * 3 for way in found}
 
 
 # -- other numbers of ranks, other batches
