@@ -237,7 +237,7 @@ def _attempt(
         case.ranks,
         fault,
         folder,
-        case.waits + grace,
+        max(case.waits, 0.0 if fault is None else fault.seconds) + grace,
         case.jobs,
         watch,
     )
