@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import hashlib
 import json
 import os
@@ -37,7 +37,7 @@ PACKAGE = str(Path(__file__).parents[1] / "lightning_freescale")
 DIM, NEGATIVES, BATCH, USERS = 16, 64, 8, 300  # more than one epoch
 _CALLS = {"starting": 3400, "loading": 3400, "saving": 3000}
 """The number of calls of and by functions of the package in each part of a training, about."""
-_MMAP_THRESHOLD = -3  # of mallopt
+_PART_OF_TABLE = 400_000  # bytes, less than a table has
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Point:
     process: int
     progress: np.ndarray
     checkpoints: Path
+    taken: list[bytearray] = field(default_factory=list, init=False)  # memory that nobody else can use
     _calls: int | None = field(default=None, init=False)  # until the fault occurs in a part of the training
 
     def is_due(self, place: str) -> bool:
@@ -171,11 +172,14 @@ def _protect(point: Point) -> None:
 
 
 def _limit_memory(point: Point) -> None:
-    """Limit the memory of this process so that a table finds no place after a random part of a save."""
+    """Leave this process memory for a random number of parts of a table."""
     assert point.fault is not None
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 17)  # the heap may have free places
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + int(point.fault.at * (1 << 20)), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+    with contextlib.suppress(MemoryError):
+        while True:
+            point.taken.append(bytearray(_PART_OF_TABLE))
+    del point.taken[: int(4 * point.fault.at)]
 
 
 _HAPPENS: dict[str, Callable[[Point], Any]] = {
