@@ -5,19 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assign
-from lightning_freescale.balance.__main__ import main
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.global_batches import draw_order
 from lightning_freescale.balance.simulate import Forecast, forecast, new_figure, plot, read_lengths
+from lightning_freescale.command_line.balance import run
 
+main = partial(run, "balance")
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
 OUTLIER = np.array([1] * 63 + [10_000])
 
@@ -218,9 +219,6 @@ def test_missing_matplotlib_is_told_at_once(monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit):
         main(_line(Path("no_such_file.txt"), "--ranks", "2", "--plot", "p.png"))
     assert "lightning-freescale[plot]" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["balance"])
-    runpy.run_module("lightning_freescale.balance", run_name="__main__")
-    assert "simulate" in capsys.readouterr().out
 
 
 def _line(path: Path, *flags: object) -> list[str]:

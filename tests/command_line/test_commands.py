@@ -114,14 +114,14 @@ def test_balance_writes_each_sample_of_an_epoch_once(tmp_path: Path, capsys: Any
         assert [step["step"] for step in of_epoch] == [0, 1, 2, 3]
         assert all(len(samples) == 3 for step in of_epoch for samples in step["ranks"])
         assert sorted(sample for step in of_epoch for samples in step["ranks"] for sample in samples) == list(range(48))
-    assert "batch_size" in fails("balance", "--lengths", lengths, "--ranks", 4, "--batch-size", 0)
+    assert "--batch-size: '0'" in fails("balance", "--lengths", lengths, "--ranks", 4, "--batch-size", 0)
     tokens = ["balance", "--lengths", str(lengths), "--ranks", "4", "--batch-tokens", "600", "--plan", str(plan)]
     main(tokens)
     ranks = [samples for line in plan.read_text().splitlines() for samples in json.loads(line)["ranks"]]
     assert all(sum(1 + 37 * n % 200 for n in samples) <= 600 for samples in ranks) and len({*map(len, ranks)}) > 1
 
 
-def test_balance_simulate_and_profile_are_the_modules_own(capsys: Any) -> None:
+def test_usage_names_both_words_of_a_command(capsys: Any) -> None:
     for words in (["balance", "simulate", "--help"], ["profile", "compare", "--help"]):
         with pytest.raises(SystemExit):
             main(words)
