@@ -1,8 +1,8 @@
 """From a wrong cost model to the true one: predicted, with made-up times; and measured, in real steps of two ranks.
 
 ``--data``: a model whose time grows with the square of the length starts with a cost model that counts tokens, or with the
-analytic one. Every step's compute times are drawn with noise and outliers, every fifth step stays as drawn, as in training with
-``calibrate=True``, unless ``--all-planned``, as in training with ``cost="auto"``. The fit is made by the code that runs there,
+analytic one. Every step's compute times are drawn with noise and outliers, every fifth step stays as drawn, which separates the
+coefficients, unless ``--all-planned``, as in training with ``cost="auto"``. The fit is made by the code that runs there,
 and the plan that follows is scored by the true cost: its imbalance before and after calibration, predicted. Means and the worst
 of several runs with other noise and samples.
 
@@ -28,7 +28,6 @@ from lightning_freescale.balance import CostModel, assign
 from lightning_freescale.balance.assign import contiguous_split
 from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import sample_features
-from lightning_freescale.balance.sampler import is_exploration_step
 
 BATCH, JUDGED = 32, 20
 START = {"tokens": CostModel(linear=1.0, quadratic=0.0), "analytic": CostModel()}
@@ -105,7 +104,7 @@ def _run(lengths: np.ndarray, ranks: int, model: CostModel, options: argparse.Na
     for step in range(steps):
         samples = draw.choice(len(lengths), ranks * BATCH)
         rank = contiguous_split(len(samples), ranks)
-        if options.all_planned or not is_exploration_step(step):
+        if options.all_planned or step % 5 != 4:
             rank = assign(START[options.start](lengths[samples]), ranks).rank_of_sample
         for column in range(4):
             sums[step, :, column] = np.bincount(rank, features[samples, column], ranks)

@@ -23,7 +23,8 @@ from hstu import CollateWithNegatives, HSTURecommender
 from overhead import COST
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
-from lightning_freescale.data import BalanceOptions, Histories, HistoryDataset, read_interactions
+from lightning_freescale.balance import CostModel
+from lightning_freescale.data import Histories, HistoryDataset, read_interactions
 from lightning_freescale.profiling.analysis.breakdown import column
 from lightning_freescale.profiling.recording.records import HostClock
 from lightning_freescale.strategy.tuning.cost_calibrator import WINDOW, CostCalibrator
@@ -37,10 +38,10 @@ FAMILIES: dict[str, Callable[[np.random.RandomState], Any]] = {
     "heavy-tail": lambda draw: np.clip(draw.lognormal(4, 1.2, SAMPLES), 3, 2000).astype(int),
 }
 VARIANTS: dict[str, Any] = {
-    "floor": False,  # histories of one length: the jitter of this machine
-    "drawn": False,
-    "analytic": BalanceOptions(calibrate=False),
-    "auto": True,
+    "floor": {"balance": False},  # histories of one length: the jitter of this machine
+    "drawn": {"balance": False},
+    "analytic": {"cost": CostModel()},
+    "auto": {},
 }
 
 
@@ -98,7 +99,7 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
         BATCH,
         collate_fn=CollateWithNegatives(histories.num_items),
         loss_reduction="target_mean",
-        balance=VARIANTS[variant],
+        **VARIANTS[variant],
     )
     with tempfile.TemporaryDirectory() as folder:
         first_epoch = len(data.sampler(0, RANKS))

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from lightning_freescale import BalanceOptions, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.balance import CostModel
 from lightning_freescale.data import HistoryDataset, collate_histories, read_interactions
 
 RATINGS = Path(__file__).parents[1] / "examples" / "data" / "ml-latest-small" / "ratings.csv.gz"
@@ -389,7 +390,7 @@ def train(
         collate_fn=_Collate(point),
         loss_reduction="target_mean",
         num_workers=case.workers,
-        balance=BalanceOptions(calibrate=False),  # otherwise the run without a fault would depend on the clock
+        cost=CostModel(),  # otherwise the run without a fault would depend on the clock
     )
     data.point = point
     saving = ModelCheckpoint(point.checkpoints, "{step}", every_n_train_steps=SAVES_EVERY, save_last=True, save_top_k=-1)

@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.simulate import forecast
-from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 
 DIM, LAYERS, SKIPPED = 64, 2, 10
@@ -116,7 +115,7 @@ def _mean_step(parts: int, lengths: Any, options: Any, seed: int) -> float:
     if parts:
         module = FreeScaleDataModule(
             data, lengths, options.batch_size, collate_fn=together, micro_batches=parts, seed=seed, cost=_cost(),
-            loss_reduction="target_mean", target_counts=lengths, balance=BalanceOptions(calibrate=False),
+            loss_reduction="target_mean", target_counts=lengths,
         )  # fmt: skip
         trainer.fit(model, module)
     else:

@@ -41,9 +41,10 @@ class FreeScaleDataModule(TrainerDataModule):
         batch_size: samples per rank and step. With ``batch_tokens``, it only applies to validation, test and predict.
         cost: predicted compute time of a sample: a function of the array of lengths, the costs, shape ``[samples]``, or without
             ``lengths`` a function of a sample. ``"auto"`` starts with ``CostModel()`` of the lengths. On several ranks with
-            strategy ``"freescale"``, it then fits the costs of a map-style data set to measured compute times. From epoch 1 on,
-            the plan depends on these times, and **two runs are equal up to rounding, not bitwise**. Runs are **bitwise equal**
-            with ``balance=BalanceOptions(calibrate=False)`` or another cost.
+            strategy ``"freescale"``, it then fits the costs of a map-style data set to measured compute times. An epoch uses
+            the fit if it predicts times clearly better. The rank of a sample then depends on these times, but not the samples
+            of a step: **two runs are equal up to rounding, not bitwise**. With any other cost, such as ``CostModel()``, runs
+            are **bitwise equal**.
         collate_fn: function from the list of samples of a step to a batch. Default: torch's ``default_collate``.
         val_dataset, test_dataset, predict_dataset: map-style data sets. Every sample is loaded once, in order. If batches are
             padded to their longest sample, and the data set has an attribute ``lengths`` of shape ``[samples]``, samples of
@@ -268,10 +269,6 @@ class FreeScaleDataModule(TrainerDataModule):
             )
         if not self._weighs_loss:
             self._arguments.check_plain_strategy(trainer.world_size, train.assignment_mode)
-        elif self.balance_options.calibrate and trainer.world_size == 1:
-            rank_zero_warn(
-                "BalanceOptions(calibrate=True) has no effect on a single rank. Pass Trainer(devices=2) or more, or remove it"
-            )
 
     def val_dataloader(self) -> BalancedDataLoader | list[Any]:
         """Return the loader of this rank's validation samples, in order or grouped by length."""

@@ -29,7 +29,7 @@ BUDGETS = {
     "files": 201,
     "lines of the longest file": 390,
     "modules at the top level": 6,
-    "options": 43,
+    "options": 42,
     "words and beginnings to avoid": 0,
 }
 OPTIONS: dict[type, list[str]] = {
@@ -65,7 +65,7 @@ OPTIONS: dict[type, list[str]] = {
         "shuffle",
         "seed",
     ],
-    BalanceOptions: ["assignment_mode", "max_tokens_per_rank", "tokens", "calibrate", "padding"],
+    BalanceOptions: ["assignment_mode", "max_tokens_per_rank", "tokens", "padding"],
     BubbleProfiler: ["dirpath", "every_n_steps", "trace_steps", "torch_profiler_steps", "lengths_fn", "verbose"],
     ProcessGroupFreeScaleOptions: ["transport", "name", "priority", "chunk_bytes"],
 }

@@ -28,7 +28,7 @@ class Calibration:
     A fit replaces the costs in use if it predicts unseen times clearly better.
 
     Args:
-        in_use: The cost model that the steps are planned by; None if the costs are passed with the windows.
+        in_use: The cost model that the steps are planned by.
         keep: Maximum number of times to fit, the newest ones. All ranks wait for the fit of rank 0.
 
     Attributes:
@@ -40,8 +40,8 @@ class Calibration:
     def __init__(self, in_use: CostModel | None = None, keep: int = 4_000) -> None:
         self.fit: CostFit | None = None
         self.improved, self.base = False, 0.0
-        self._in_use, self._keep = in_use, keep
-        self._steps: list[tuple[Floats, Floats, Floats]] = []
+        self._in_use, self._keep = in_use or CostModel(), keep
+        self._steps: list[tuple[Floats, Floats]] = []
         self._steps_since_better = 0
 
     @property
@@ -49,28 +49,25 @@ class Calibration:
         """True if the fit is final."""
         return self._steps_since_better >= _PATIENCE
 
-    def add_window(self, sums: Floats, seconds: Floats, costs: Floats | None = None) -> CostFit | None:
+    def add_window(self, sums: Floats, seconds: Floats) -> CostFit | None:
         """Fit again with a window of all ranks; return None until there are enough measured times.
 
         Args:
             sums: Sums of :func:`sample_features` over each rank's samples, shape ``[steps, ranks, 4]``.
             seconds: Compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
-            costs: Costs in use, summed over each rank's samples, shape ``[steps, ranks]``. If they are not given or 0, any
-                fit in which samples cost something is an improvement.
         """
-        costs = np.zeros_like(seconds) if costs is None else costs
         measured = (seconds > 0).all(axis=1)  # by all ranks
         ranks = seconds.shape[1]
         kept = max(_MIN_STEPS, self._keep // ranks)
-        self._steps = [*self._steps, *zip(sums[measured], seconds[measured], costs[measured])][-kept:]
+        self._steps = [*self._steps, *zip(sums[measured], seconds[measured])][-kept:]
         self._steps_since_better += len(seconds)
         self.improved = False
         if len(self._steps) * ranks < _MIN_TIMES or len(self._steps) < 2:  # each step is predicted from other steps
             return None
-        all_sums, all_seconds, given = (np.concatenate(values) for values in zip(*self._steps))
+        all_sums, all_seconds = (np.concatenate(values) for values in zip(*self._steps))
         rank = np.tile(np.arange(ranks), len(self._steps))
         self.fit = CostModel.fit(all_sums, all_seconds, rank)
-        in_use = given if self._in_use is None else all_sums @ np.array(astuple(self._in_use))
+        in_use = all_sums @ np.array(astuple(self._in_use))
         equally_fast = all_seconds / self.fit.slowness[rank]
         explains = any(astuple(self.fit.model))  # False if only the base explains times, which zero costs do as well
         if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks) if in_use.any() else explains:

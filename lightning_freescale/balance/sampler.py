@@ -20,9 +20,6 @@ from lightning_freescale.balance.report import BalanceReport, StepBalance
 from lightning_freescale.balance.solver import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
-EXPLORATION_STEPS = 50
-"""The default ``exploration_steps`` of the data module, see :class:`BalancedSampler`."""
-
 
 class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     """A sampler that yields one rank's samples of each step, as a list of indices or as :class:`MicroBatches` of such lists.
@@ -44,8 +41,6 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         loss_weights: Weight of each sample in the mean loss, shape ``[samples]``; 1 by default.
         loss_is_sum: True if a rank's loss is the sum over its samples instead of the mean.
         tokens: Tokens of each sample, shape ``[samples]``, for ``max_tokens_per_rank`` and the report.
-        exploration_steps: Every fifth of this many first steps of epoch 0 stays as drawn, unless a limit forbids it. These
-            steps differ more than balanced steps, which separates the coefficients of a fitted cost model.
         micro_batches: Number of micro-batches of each step; 1 by default. A step has fewer if a rank has fewer samples with a
             weight.
         window: Number of steps whose gradients are accumulated for one optimizer step. They share their samples, see
@@ -88,7 +83,6 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         loss_weights: ArrayLike | None = None,
         loss_is_sum: bool = False,
         tokens: ArrayLike | None = None,
-        exploration_steps: int = 0,
         micro_batches: MicroBatchSchedule | None = None,
         window: int = 1,
         limit: int | float = 1.0,
@@ -118,7 +112,6 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         self.seed, self.shuffle, self.drop_last = seed, bool(shuffle), drop_last
         self.blocks = shuffle if isinstance(shuffle, BlockShuffle) else None
         self.balance_steps, self.epoch = balance, 0
-        self.exploration_steps = exploration_steps if max_tokens_per_rank is None else 0  # a contiguous split keeps no limits
         self.micro_batches = micro_batches or MicroBatchSchedule(1, 1)
         self.handed_out, self.may_pad = (0, -1), padded
         self._changes: list[tuple[tuple[int, int], dict[str, Any]]] = []
@@ -320,7 +313,7 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
     def digest(self) -> str:
         """Return a hash of the current epoch's costs, order, options and first step, to compare the plans of the ranks."""
         plan = self.step_plan(self.epoch, min(self.first_step, len(self) - 1))
-        counts = (len(self), self.num_replicas, self.exploration_steps, self.window)
+        counts = (len(self), self.num_replicas, self.window)
         parts = (self.micro_batches.candidates, self.micro_batches.chosen)
         setting = (counts, parts, self.balance_steps, self.loss_is_sum, sorted(self.options.items()), self._changes)
         state = hashlib.sha256(repr(setting).encode())
@@ -335,9 +328,8 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         if known is not None:
             options = {**options, "fallback": known}
         options = {**options, **self._changed_options(epoch, step)}
-        explores = epoch == 0 and step < self.exploration_steps and is_exploration_step(step)
-        balanced, drawn = self.balance_steps and not explores, self.batches.as_drawn(epoch, step)
-        return StepPlan(samples, arguments.costs[samples], self.num_replicas, balanced, options, drawn=drawn)
+        drawn = self.batches.as_drawn(epoch, step)
+        return StepPlan(samples, arguments.costs[samples], self.num_replicas, self.balance_steps, options, drawn=drawn)
 
     def _complete_plan(self, plan: StepPlan) -> None:
         plan.samples_of_ranks  # noqa: B018 (computes it in the thread)
@@ -364,13 +356,6 @@ def _refuse_with_budget(given: dict[str, bool]) -> None:
             f"BalancedSampler({name}=...) cannot be combined with a Budget, which chooses the samples of each step, limits the "
             "tokens of each rank and allows any counts. Leave the argument out."
         )
-
-
-def is_exploration_step(step: int) -> bool:
-    """Return True for every fifth step, but not for the first one, by which the ranks compare their plans."""
-    # balanced steps differ too little to separate a cost per token from a cost per step; without exploration, fits had up to
-    # twice the error
-    return step % 5 == 4
 
 
 def rank_loss_weight(weights: Sequence[float], rank: int, total: float | None = None) -> float:

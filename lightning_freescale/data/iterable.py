@@ -44,7 +44,7 @@ class IterableData:
                 "BalanceOptions(padding='batch') needs lengths before the fit, which an IterableDataset does not have. Pass "
                 "padding='auto', or a map-style data set"
             )
-        refuse_options(context, options, *["calibrate"] * bool(options.calibrate), "max_tokens_per_rank", "tokens")
+        refuse_options(context, options, "max_tokens_per_rank", "tokens")
         mode = self.assignment_mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
         self._make_loader = partial(
             BalancedStreamLoader,

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, MicroBatchSchedule
 from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.balance.forecast import in_mode, report_plans
-from lightning_freescale.balance.sampler import EXPLORATION_STEPS
 from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.options import DataArguments
 from lightning_freescale.data.sample_costs import Refit, SampleCosts
@@ -71,7 +70,6 @@ class MapStyleData(SampleCosts):
             drop_last=given.drop_last,
             loss_weights=loss_weights(reduction, lengths, target_counts, size),
             loss_is_sum=reduction == "sum",
-            exploration_steps=EXPLORATION_STEPS if options.calibrate else 0,
             tokens=tokens if self.budget is None else None,
             assignment_mode=self._mode,
             max_tokens_per_rank=options.max_tokens_per_rank,

@@ -27,14 +27,6 @@ class BalanceOptions:
             bounds. ``"auto"`` means ``"free"`` with ``batch_tokens`` and ``"fixed"`` for streams.
         max_tokens_per_rank: as in :func:`lightning_freescale.balance.assign`.
         tokens: tokens of every sample, shape ``[samples]``. Default: ``lengths``.
-        calibrate: whether to fit a :class:`~lightning_freescale.balance.CostModel` to the compute times that strategy
-            ``"freescale"`` measures. The next epoch uses the model if it predicts times clearly better. The rank of a sample
-            then depends on measured times, but not the samples of a step; two such runs are equal up to rounding.
-
-            - ``None``: calibrate with ``cost="auto"`` and several ranks. Epoch 0 is the same as with ``False``.
-            - ``True``: always calibrate. Every fifth of the first 50 steps is computed as drawn, so that the fit can
-              distinguish the coefficients for any cost.
-            - ``False``: never calibrate. Two runs are bitwise equal.
         padding: padding of the model's batches.
 
             - ``"auto"``: strategy ``"freescale"`` detects the padding from the first batches.
@@ -52,14 +44,11 @@ class BalanceOptions:
     assignment_mode: Literal["auto", "fixed", "slack", "free", "zigzag"] = "auto"
     max_tokens_per_rank: float | None = None
     tokens: ArrayLike | Sequence[float] | None = None
-    calibrate: bool | None = None
     padding: Literal["auto", "none", "batch", "fixed"] = "auto"
 
     def __post_init__(self) -> None:
         if self.padding not in _PADDING:
             raise ValueError(f"BalanceOptions(padding={self.padding!r}): pass {' or '.join(map(repr, _PADDING))}")
-        if not isinstance(self.calibrate, (bool, type(None))):
-            raise ValueError(f"BalanceOptions(calibrate={self.calibrate!r}): pass True, False, or None for the default")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,14 +105,12 @@ class DataArguments:
         return MicroBatchSchedule(self.micro_batches, self._most_micro_batches)
 
     def check_plain_strategy(self, world_size: int, assignment_mode: str) -> None:
-        """Raise a ValueError for arguments that need strategy ``"freescale"``, which weighs losses and measures times."""
+        """Raise a ValueError for arguments that need strategy ``"freescale"``, which weighs losses and divides batches."""
         if max(self.new_schedule().candidates) > 1:
             raise ValueError(
                 "FreeScaleDataModule(micro_batches=...) is only supported with Trainer(strategy='freescale'). Change "
                 "the strategy, or remove micro_batches="
             )
-        if self.options.calibrate:
-            raise ValueError("BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures compute times")
         reduction, unequal = self.loss_reduction, assignment_mode in ("slack", "free")
         if world_size > 1 and (reduction in ("target_mean", "sum") or (reduction == "sample_mean" and unequal)):
             raise ValueError(

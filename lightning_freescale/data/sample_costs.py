@@ -41,14 +41,7 @@ class SampleCosts:
     """
 
     def __init__(self, given: DataArguments, lengths: NDArray[np.float64] | None, cost: Any, size: int) -> None:
-        calibrate = given.options.calibrate
-        if calibrate and lengths is None:
-            raise ValueError(
-                "FreeScaleDataModule(balance=BalanceOptions(calibrate=True)) fits the costs to lengths, but lengths=None. Pass "
-                "lengths="
-            )
-        by_default = given.balances and given.has_auto_cost and lengths is not None
-        self.calibrates = by_default if calibrate is None else calibrate
+        self.calibrates = given.balances and given.has_auto_cost and lengths is not None
         self._given = given
         self.lengths = lengths
         self.costs = self._given_costs(cost, size)
@@ -99,7 +92,7 @@ class SampleCosts:
 
     def refuses_refits(self, state: dict[str, Any]) -> bool:
         """Return whether the given costs take precedence over those that the checkpoint's run has fitted."""
-        return bool(state["refits"]) and not self._given.has_auto_cost and not self.calibrates
+        return bool(state["refits"]) and not self._given.has_auto_cost
 
     def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
         if isinstance(cost, str) and not self._given.has_auto_cost:

@@ -80,10 +80,6 @@ def refuse_data(loader: Any, world_size: int) -> None:
             "Create it after fabric.launch() with num_replicas=fabric.world_size, rank=fabric.global_rank. With a "
             "FreeScaleDataModule, use data.sampler(fabric.global_rank, fabric.world_size)"
         )
-    if sampler.exploration_steps:
-        raise ValueError(
-            "BalanceOptions(calibrate=True) needs Trainer(strategy='freescale'), which measures the times. Remove it in Fabric"
-        )
     if max(sampler.micro_batches.candidates) > 1:
         raise ValueError(
             "FreeScaleDataModule(micro_batches=...) needs Trainer(strategy='freescale'), whose loop divides batches. In "

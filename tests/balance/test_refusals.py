@@ -59,7 +59,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: _sampler(shuffle=BlockShuffle([2, 3])), ["BlockShuffle(sizes=...)", "5 samples", "8"]),
     (lambda: _sampler(limit=7.5), ["limit=7.5"]),
     (lambda: _sampler(limit=-1), ["limit=-1"]),
-    (lambda: _sampler(exploration_steps=50, assignment_mode="slak"), ["assignment_mode='slak'"]),
+    (lambda: _sampler(assignment_mode="slak"), ["assignment_mode='slak'"]),
     (lambda: _sampler(balance=False, assignment_mode="slak"), ["assignment_mode='slak'"]),
     (lambda: _sampler(balance=False, max_tokens_per_rank=1, tokens=COSTS), ["balance=False", "max_tokens_per_rank"]),
     (lambda: _sampler(tokens=[1.0] * 9), ["tokens=...", "(9,)"]),

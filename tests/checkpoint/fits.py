@@ -130,7 +130,7 @@ def fit(
         loader = FreeScaleDataModule(stream(samples), lambda sample: len(sample["history"]), size, **given)
     else:
         dataset = Samples(samples)
-        loader = FreeScaleDataModule(dataset, dataset.lengths, size, **{"balance": REPEATS, **given})
+        loader = FreeScaleDataModule(dataset, dataset.lengths, size, **{**REPEATS, **given})
     fitting = trainer(
         strategy=strategy if isinstance(strategy, str) else FreeScaleStrategy(**(strategy or {})),
         callbacks=list(callbacks),

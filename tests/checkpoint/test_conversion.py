@@ -61,7 +61,7 @@ def _predict(folder: Path) -> list[torch.Tensor]:
     data = Samples(24)
     found = []
     for kind in ("single", "sharded"):
-        loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, predict_dataset=data, balance=REPEATS)
+        loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, predict_dataset=data, **REPEATS)
         found.append(torch.cat(trainer(devices=1).predict(Large(), loader, ckpt_path=folder / f"{kind}4.ckpt")))
     return found
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.checkpoint.run_state import lay_out_buckets, noting_order
-from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import (
     EPOCHS,
@@ -33,8 +32,6 @@ from tests.checkpoint.fits import (
 )
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import OPTIMIZERS, REPEATS, Recommender, Samples, StopAt, collate, trainer
-
-BUDGETED = BalanceOptions(calibrate=False)
 
 
 def at_epoch_end(path: Path) -> ModelCheckpoint:
@@ -59,7 +56,7 @@ WORKERS, SHARDED = {"num_workers": 2}, {"checkpoint": "sharded"}
 RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "adagrad": (2, 8, {}),
     "sharded buckets": (3, 4, ORDER | {"strategy": SHARDED}),
-    "tokens": (2, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100, "balance": BUDGETED}}),
+    "tokens": (2, 9, {"samples": 64, "batch_size": 4, "data": {"batch_tokens": 100, "balance": True}}),
     "buckets": (4, STEPS, ORDER),
     "rowwise": (1, 8, ROWWISE | {"data": WORKERS}),
     "adam": (3, STEPS, ADAM | {"data": WORKERS}),
@@ -188,10 +185,10 @@ class Plain(Seen):
         return self.net(batch["label"][:, None]).mean()
 
 
-TOKENS = {"samples": 64, "data": {"batch_tokens": 100, "balance": BUDGETED}}
+TOKENS = {"samples": 64, "data": {"batch_tokens": 100, "balance": True}}
 OTHERS: dict[str, tuple[int, int, int, dict[str, Any], dict[str, Any]]] = {
     "more ranks": (2, 3, 4, {}, {}),
-    "another budget": (2, 2, 3, TOKENS, {"data": {"batch_tokens": 70, "balance": BUDGETED}}),
+    "another budget": (2, 2, 3, TOKENS, {"data": {"batch_tokens": 70, "balance": True}}),
     "fewer ranks": (3, 2, 8, {"data": WORKERS}, {}),
     "one rank, a smaller batch": (2, 1, 12, {}, {"batch_size": 3}),
     "larger steps without tables": (1, 1, 25, {"make": Plain, "samples": 80}, {"batch_size": 16}),
@@ -245,7 +242,7 @@ def _resume_twice(path: str) -> tuple[list[int], bool]:
     """Return the samples of a resume after a failed resume, and whether a new fit has its own order after both."""
     fit(Plain, callbacks=[StopAt(2, path)], samples=80, batch_size=16)
     data = Samples(80)
-    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5, balance=REPEATS)
+    loader = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, seed=5, **REPEATS)
     with pytest.raises(KeyError, match="the needle"):
         trainer(devices=1, max_epochs=2).fit(Plain(fails=True), loader, ckpt_path=path)
     module, anew = Plain(), Plain()
@@ -295,7 +292,7 @@ def _fit_then_test(path: str) -> float:
     """Return the loss of a checkpoint from inside an epoch in a test with other batches; save after a fit and a test."""
     fit(callbacks=[StopAt(8, f"{path}.half")])
     data = Samples(64)
-    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32), balance=REPEATS)
+    loader = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, test_dataset=Samples(32), **REPEATS)
     loss = trainer(devices=2).test(Recommender("adagrad"), loader, ckpt_path=f"{path}.half", verbose=False)[0]["test"]
     module, run = Seen(), trainer(devices=2)
     run.fit(module, loader)

@@ -16,7 +16,7 @@ from lightning_freescale.data import BalanceOptions
 from tests.data.test_parquet import ROW_GROUPS, _data, folder
 
 __all__ = ["folder"]  # a fixture
-PADDED = BalanceOptions(padding="batch", calibrate=False)
+PADDED = BalanceOptions(padding="batch")
 Plan = list[list[NDArray[np.int64]]]
 CASES = [(1000, 1), (1000, 3), (1001, 2), (20000, 2), *((samples, ranks) for samples in range(5, 60) for ranks in (1, 2, 4))]
 

@@ -92,7 +92,7 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _fit(name: str, folder: Path, path: str, stops: bool, resumes: bool, workers: int) -> list[list[int]]:
     torch.manual_seed(0)
     devices = int(os.environ["WORLD_SIZE"])
-    data = FreeScaleDataModule(_read(name, folder), _length, 4, collate_fn=_collate, num_workers=workers, balance=REPEATS)
+    data = FreeScaleDataModule(_read(name, folder), _length, 4, collate_fn=_collate, num_workers=workers, **REPEATS)
     module = Seen("sgd")
 
     fit = trainer(devices=devices, max_epochs=2, limit_val_batches=0, callbacks=[StopAt(STOP_AT, path)] if stops else [])

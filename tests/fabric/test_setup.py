@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_freescale import BalanceOptions, FreeScaleDataModule, FreeScaleFabricStrategy
+from lightning_freescale import FreeScaleDataModule, FreeScaleFabricStrategy
 from lightning_freescale.balance import BalancedSampler
 from lightning_freescale.data import BalancedDataLoader
 from lightning_freescale.testing import run_distributed
@@ -161,7 +161,6 @@ def test_what_cannot_be_set_up_is_refused() -> None:
             ),
             r"hidden\.0\.weight.*hidden\.2\.weight.*meta": lambda fabric: _set_up(fabric, lambda net: [sgd(net)], "meta"),
             r"micro_batches=": lambda fabric: _load(fabric, micro_batches=2),
-            r"calibrate=True": lambda fabric: _load(fabric, balance=BalanceOptions(calibrate=True)),
             r"num_replicas=1,.* 2 ranks": lambda fabric: _load(fabric, BalancedSampler([1.0] * 16, 8, num_replicas=1, rank=0)),
             r"precision='bf16-true'": lambda fabric: set_up(fabric_for(precision="bf16-true")),
         }

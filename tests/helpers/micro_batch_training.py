@@ -21,7 +21,7 @@ def data(micro_batches: Any = 1, **options: Any) -> FreeScaleDataModule:
     """Histories of very different lengths; the last step is short."""
     samples = Samples(SIZE)
     given = {"batch_size": 8, "collate_fn": collate, "val_dataset": Samples(9, seed=1), **options}
-    return FreeScaleDataModule(samples, samples.lengths, micro_batches=micro_batches, **{"balance": REPEATS, **given})
+    return FreeScaleDataModule(samples, samples.lengths, micro_batches=micro_batches, **{**REPEATS, **given})
 
 
 class Model(CountingModel):

@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
 
 ITEMS, CATEGORIES, DIM = 50, 13, 8
 FEATURES = ["history", "candidate", "category"]
-REPEATS = BalanceOptions(assignment_mode="fixed", calibrate=False)
+REPEATS: dict[str, Any] = {"balance": BalanceOptions(assignment_mode="fixed"), "cost": CostModel()}
 """Of runs that are compared to the bit: no plan depends on the clock."""
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),

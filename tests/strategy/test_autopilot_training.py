@@ -15,7 +15,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
-from lightning_freescale.data import BalanceOptions
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
 from lightning_freescale.strategy.tuning import autopilot, cost_calibrator, setting_trial
 from lightning_freescale.testing import run_distributed
@@ -61,7 +60,6 @@ def _fit(
     steps: int = 40,
     make: type[Timed] = Timed,
     ckpt_path: str | None = None,
-    balance: Any = True,
     overlap: bool = True,
     **options: Any,
 ) -> tuple[Timed, L.Trainer]:
@@ -69,7 +67,7 @@ def _fit(
     clock = Clock()
     autopilot.clock_for, setting_trial.MEASURED = lambda device: clock, 4
     samples = Samples(480)
-    given: dict[str, Any] = {"micro_batches": micro_batches, "collate_fn": collate, "balance": balance}
+    given: dict[str, Any] = {"micro_batches": micro_batches, "collate_fn": collate}
     torch.manual_seed(0)
     module = make(seconds, clock)
     strategy = FreeScaleStrategy(target_bubble_reduction=target, overlap=overlap)
@@ -169,7 +167,7 @@ def test_a_run_that_resumes_has_what_was_kept(tmp_path: Any, make: Any, frozen: 
 def _beside_others(folder: str) -> Any:
     cost_calibrator.WINDOW = 12
     logger = Kept()
-    _, calibrated = _fit(HELPS, balance=BalanceOptions(calibrate=True), logger=logger)
+    _, calibrated = _fit(HELPS, logger=logger)
     profiling = profiler(folder, every_n_steps=20)
     _, profiled = _fit(HELPS, callbacks=[profiling])
     chosen = [fitting.strategy.chosen_settings["kept"] for fitting in (calibrated, profiled)]

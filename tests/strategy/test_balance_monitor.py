@@ -49,7 +49,7 @@ def test_ranks_that_plan_differently_are_stopped() -> None:
 
 def _logged() -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
     data, logger = Samples(40), Kept()
-    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, balance=REPEATS)
+    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, **REPEATS)
     trainer(devices=2, max_epochs=2, logger=logger, log_every_n_steps=5).fit(Recommender(), module)
     return (
         logger.of("freescale/imbalance/step"),

@@ -271,7 +271,7 @@ class Sequences(Dataset):
 
 def _in_parts(parts: int) -> Any:
     torch.manual_seed(0)
-    data = FreeScaleDataModule(Sequences(), [LENGTH] * 40, batch_size=8, micro_batches=parts, balance=REPEATS)
+    data = FreeScaleDataModule(Sequences(), [LENGTH] * 40, batch_size=8, micro_batches=parts, **REPEATS)
     return fit(NextItem("last", "sgd"), data, strategy=FreeScaleStrategy(shard=["item_emb"]), max_epochs=2).weights
 
 

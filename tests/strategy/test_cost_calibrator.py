@@ -121,7 +121,7 @@ def test_the_default_is_planned_by_the_fit_from_the_next_epoch_on() -> None:
 
 
 def test_a_slow_rank_is_reported() -> None:
-    reported = run_distributed(lambda: _fit(slow=1, balance=BalanceOptions(calibrate=True)), 2)[0]
+    reported = run_distributed(lambda: _fit(slow=1), 2)[0]
     assert any("rank 1 takes 1.5" in each and "slow or shared?" in each for each in reported["warnings"])
 
 
@@ -133,7 +133,7 @@ def _advised(path: str) -> list[tuple[BalanceReport, BalanceReport, float]]:
         asked.append((report, predict(costs, ranks, batch_size, steps=report.steps, **options), options.get("base", 0.0)))
 
     balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
-    _fit(2, STEPS, path, balance=BalanceOptions(assignment_mode="slack", calibrate=True))
+    _fit(2, STEPS, path, balance=BalanceOptions(assignment_mode="slack"))
     _fit(2, resume=path)
     return asked
 
@@ -146,35 +146,31 @@ def test_advice_is_on_what_the_epoch_was_planned_by(tmp_path: Path) -> None:
         assert predicted.lower_bound == pytest.approx(report.lower_bound, rel=1e-2)
     report, predicted, base = first
     assert report.steps == STEPS and predicted.lower_bound == pytest.approx(report.lower_bound)
-    assert predicted.unbalanced == pytest.approx(report.unbalanced, rel=1e-2), "every fifth step was as drawn"
+    assert predicted.unbalanced == pytest.approx(report.unbalanced)
     assert base == 0 < resumed[2]
 
 
 def test_plans_that_are_not_measured() -> None:
-    """Use an explicit cost, or calibrate=False: all epochs have the same costs, and nothing is recorded."""
+    """Use an explicit cost, or no balance: all epochs have the same costs, and nothing is recorded."""
 
     def fits() -> list[dict[str, Any]]:
-        given: list[dict[str, Any]] = [{"calibrate": False}, {}]
-        return [_fit(cost=CostModel()), _fit(balance=False), *(_fit(balance=BalanceOptions(**each)) for each in given)]
+        return [_fit(balance=False), _fit(cost=CostModel()), _fit()]
 
     ranks = run_distributed(fits, 2)
-    explicit, drawn, off, default = ranks[0]
-    for run in (off, explicit, drawn):
+    drawn, explicit, default = ranks[0]
+    for run in (explicit, drawn):
         assert run["refits"] == {} and run["recorded"] == [False, False] and run["logged"] == []
         assert (run["costs"][0] == run["costs"][1]).all()
-    assert off["seen"] == explicit["seen"]
-    assert default["seen"][:STEPS] == off["seen"][:STEPS], "up to the end of epoch 0 the default is the same to the bit"
-    assert default["seen"][STEPS:] != off["seen"][STEPS:]
+    assert default["seen"][:STEPS] == explicit["seen"][:STEPS], "up to the end of epoch 0 the default is the same to the bit"
+    assert default["seen"][STEPS:] != explicit["seen"][STEPS:]
     assert default["refits"]
     of_steps = [[sorted(a + b) for a, b in zip(*(rank[run]["seen"] for rank in ranks))] for run in range(len(ranks[0]))]
-    assert of_steps[3] == of_steps[2], "a fit does not change the samples of a step"
+    assert of_steps[2] == of_steps[1], "a fit does not change the samples of a step"
 
 
 def test_one_rank_measures_nothing() -> None:
-    ((alone, asked),) = run_distributed(lambda: [_fit(), _fit(balance=BalanceOptions(calibrate=True))], 1)
-    for run in (alone, asked):
-        assert run["refits"] == {} and run["recorded"] == [False, False]
-    assert [sum("calibrate=True" in each for each in run["warnings"]) for run in (alone, asked)] == [0, 1]
+    (alone,) = run_distributed(_fit, 1)
+    assert alone["refits"] == {} and alone["recorded"] == [False, False]
 
 
 def test_a_resumed_run_plans_by_the_checkpoints_fit(tmp_path: Path) -> None:
@@ -182,19 +178,18 @@ def test_a_resumed_run_plans_by_the_checkpoints_fit(tmp_path: Path) -> None:
 
     def fits() -> list[dict[str, Any]]:
         whole, _ = _fit(3), _fit(3, stop, path)
-        given: list[dict[str, Any]] = [{}, {"cost": cost}, {"balance": BalanceOptions(calibrate=False)}, {"batch_size": 4}]
+        given: list[dict[str, Any]] = [{}, {"cost": cost}, {"batch_size": 4}]
         return [whole, *(_fit(3, resume=path, **each) for each in given)]
 
     ranks = run_distributed(fits, 2)
-    for whole, resumed, explicit, off, other_steps in ranks:
+    for whole, resumed, explicit, other_steps in ranks:
         assert resumed["seen"][: STEPS - 4] == whole["seen"][stop : 2 * STEPS], "the rest of the epoch, to the bit"
-        for run in (resumed, off):
-            assert (run["costs"][0] == whole["costs"][1]).all()
-        assert off["recorded"] == [False, False] != resumed["recorded"]
-        assert (off["costs"][1] == off["costs"][0]).all()
+        assert (resumed["costs"][0] == whole["costs"][1]).all()
+        assert explicit["recorded"] == [False, False] != resumed["recorded"]
+        assert (explicit["costs"][1] == explicit["costs"][0]).all()
         assert explicit["costs"][0] == pytest.approx(cost(Lengths().lengths))
         assert 1 in other_steps["refits"] and not np.allclose(other_steps["costs"][-1], CostModel()(Lengths().lengths))
-    assert all((one == other).all() for one, other in zip(*(rank[4]["costs"] for rank in ranks))), "the ranks agree"
+    assert all((one == other).all() for one, other in zip(*(rank[3]["costs"] for rank in ranks))), "the ranks agree"
     assert any("costs of the checkpoint" in each for each in ranks[0][2]["warnings"])
 
 
@@ -280,8 +275,7 @@ def _exponential_lengths() -> Lengths:
 def _by_the_clock(profile: bool) -> dict[str, Any]:
     samples, planned, logger = _exponential_lengths(), Planned(), Kept()
     callbacks = [planned, *([BubbleProfiler(mkdtemp(), verbose=False, trace_steps=0)] if profile else [])]
-    balance, cost = BalanceOptions(calibrate=True), CostModel(linear=1.0, quadratic=0.0)
-    data = FreeScaleDataModule(samples, samples.lengths, BATCH, cost=cost, balance=balance)
+    data = FreeScaleDataModule(samples, samples.lengths, BATCH)
     trainer(devices=2, max_epochs=2, logger=logger, callbacks=callbacks).fit(Sleeper(), data)
     return {"costs": planned.costs, "logged": logger.of("freescale/calibration")}
 
@@ -289,9 +283,9 @@ def _by_the_clock(profile: bool) -> dict[str, Any]:
 @pytest.mark.xdist_group("timing")
 @pytest.mark.parametrize("profile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_wrong_cost_model_is_replaced(profile: bool) -> None:
-    """Start with a plan by tokens, although the time depends on their squares."""
+    """The default cost grows nearly as the number of tokens, and the time as its square."""
     first, second = run_distributed(_by_the_clock, 2, profile)
     before, after = first["costs"]
-    assert before == pytest.approx(_exponential_lengths().lengths) and (after == second["costs"][1]).all()
+    assert before == pytest.approx(CostModel()(_exponential_lengths().lengths)) and (after == second["costs"][1]).all()
     seen = first["logged"][0]
     assert seen["freescale/calibration/imbalance_current"] > 1.05 * seen["freescale/calibration/imbalance_fitted"]

@@ -25,7 +25,7 @@ from tests.helpers.recommender import ITEMS, REPEATS, Net, Recommender, Samples,
 def _data(samples: int = 37, **options: Any) -> FreeScaleDataModule:
     data = Samples(samples)
     stages = {stage: Samples(samples, seed=1) for stage in ("val_dataset", "test_dataset", "predict_dataset")}
-    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **{"balance": REPEATS, **options})
+    return FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, **stages, **{**REPEATS, **options})
 
 
 def _all_stages() -> dict[str, Any]:

@@ -67,7 +67,7 @@ def train(deaths: dict[int, tuple[int, int]], seconds: float = 0.0, folder: Path
     samples = Samples(160)
     callbacks = [ModelCheckpoint("checkpoints", every_n_train_steps=3, save_last=True)]
     fitting = trainer(devices=2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
-    data = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate, balance=REPEATS)
+    data = FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate, **REPEATS)
     module = Dies(deaths, seconds)
     fitting.fit(module, data, ckpt_path="last")
     fitting.save_checkpoint("end.ckpt")

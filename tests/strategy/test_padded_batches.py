@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from lightning_freescale import FreeScaleDataModule
+from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import trainer
@@ -84,7 +85,7 @@ def _fit(
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    given = {"loss_reduction": "target_mean", "target_counts": LENGTHS, **options}
+    given = {"loss_reduction": "target_mean", "target_counts": LENGTHS, "cost": CostModel(), **options}
     data = FreeScaleDataModule(Histories(), lengths, batch_size, collate_fn=COLLATE[collate], seed=3, **given)
     model, fitted = Padded(), trainer(devices=2, max_epochs=epochs, callbacks=list(callbacks))
     fitted.fit(model, data, ckpt_path=checkpoint)
@@ -99,18 +100,14 @@ def _fit(
     }
 
 
-def _balance(**options: Any) -> BalanceOptions:
-    return BalanceOptions(calibrate=False, **options)
-
-
 CASES: dict[str, dict[str, Any]] = {
-    "found out": {"balance": _balance()},
-    "from the first step on": {"balance": _balance(padding="batch")},
-    "in micro-batches": {"balance": _balance(padding="batch"), "micro_batches": 3},
-    "found out in micro-batches": {"balance": _balance(), "micro_batches": 2},
-    "at bounded counts": {"balance": _balance(assignment_mode="slack")},
-    "never": {"balance": _balance(padding="none")},
-    "calibrated": {"balance": BalanceOptions()},
+    "found out": {"balance": BalanceOptions()},
+    "from the first step on": {"balance": BalanceOptions(padding="batch")},
+    "in micro-batches": {"balance": BalanceOptions(padding="batch"), "micro_batches": 3},
+    "found out in micro-batches": {"balance": BalanceOptions(), "micro_batches": 2},
+    "at bounded counts": {"balance": BalanceOptions(assignment_mode="slack")},
+    "never": {"balance": BalanceOptions(padding="none")},
+    "calibrated": {"cost": "auto"},
 }
 
 
@@ -139,16 +136,16 @@ def test_the_gradient_stays_and_samples_of_a_length_come_together() -> None:
 
 
 def _others() -> dict[str, dict[str, Any]]:
-    options: dict[str, Any] = {"balance": _balance(), "epochs": 1}
+    options: dict[str, Any] = {"balance": BalanceOptions(), "epochs": 1}
     return {
         "fixed": _fit("fixed", **options),
-        "said": _fit("fixed", balance=_balance(padding="fixed"), epochs=1),
-        "wrong": _fit("batch", balance=_balance(padding="fixed"), epochs=2),
+        "said": _fit("fixed", balance=BalanceOptions(padding="fixed"), epochs=1),
+        "wrong": _fit("batch", balance=BalanceOptions(padding="fixed"), epochs=2),
         "none": _fit("none", **options),
         "auto": _fit(micro_batches="auto", **options),
-        "cut": _fit(lengths=DRAWN, batch_size=24, micro_batches=3, balance=_balance(), epochs=5),
-        "settled": _fit("none", micro_batches="auto", balance=_balance(padding="none"), epochs=1),
-        "alike": _fit(balance=_balance(assignment_mode="zigzag"), epochs=1),
+        "cut": _fit(lengths=DRAWN, batch_size=24, micro_batches=3, balance=BalanceOptions(), epochs=5),
+        "settled": _fit("none", micro_batches="auto", balance=BalanceOptions(padding="none"), epochs=1),
+        "alike": _fit(balance=BalanceOptions(assignment_mode="zigzag"), epochs=1),
         "drawn": _fit("none", balance=False, epochs=1),
     }
 
@@ -179,13 +176,13 @@ def _with_dear_samples() -> dict[str, dict[str, Any]]:
     options: dict[str, Any] = {"collate": "none", "cost": DEAR, "epochs": 1}
     return {
         "as drawn": _fit(**options, balance=False),
-        "found out": _fit(**options, balance=_balance()),
-        "said": _fit(**options, balance=_balance(padding="none")),
-        "no lengths": _fit(**options, lengths=None, balance=_balance()),
-        "given": _fit(**options, balance=_balance(assignment_mode="fixed")),
-        "in parts": _fit(**options, balance=_balance(padding="none"), micro_batches=2),
-        "unweighted": _fit(**options, balance=_balance(), loss_reduction="unweighted", target_counts=None),
-        "alike": _fit("none", cost=np.ones(SAMPLES), epochs=1, balance=_balance()),
+        "found out": _fit(**options, balance=BalanceOptions()),
+        "said": _fit(**options, balance=BalanceOptions(padding="none")),
+        "no lengths": _fit(**options, lengths=None, balance=BalanceOptions()),
+        "given": _fit(**options, balance=BalanceOptions(assignment_mode="fixed")),
+        "in parts": _fit(**options, balance=BalanceOptions(padding="none"), micro_batches=2),
+        "unweighted": _fit(**options, balance=BalanceOptions(), loss_reduction="unweighted", target_counts=None),
+        "alike": _fit("none", cost=np.ones(SAMPLES), epochs=1, balance=BalanceOptions()),
     }
 
 
@@ -210,8 +207,8 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
 
 def _stopped_and_resumed(collate: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     path, cost = f"{folder}/stopped.ckpt", DEAR if collate == "none" else "auto"
-    whole = _fit(collate, balance=_balance(), cost=cost, callbacks=[SaveAt(7, path)])
-    return whole, _fit(collate, checkpoint=path, cost=cost, balance=_balance())
+    whole = _fit(collate, balance=BalanceOptions(), cost=cost, callbacks=[SaveAt(7, path)])
+    return whole, _fit(collate, checkpoint=path, cost=cost, balance=BalanceOptions())
 
 
 @pytest.mark.parametrize("collate", ["batch", "fixed", "none"])
@@ -232,11 +229,11 @@ def test_a_checkpoint_does_not_overrule_what_is_given() -> None:
 
 @pytest.mark.parametrize(("padded", "chosen"), [(False, "slack"), (True, "free")])
 def test_a_checkpoint_does_not_overrule_the_counts_that_are_given(padded: bool, chosen: str) -> None:
-    before = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=_balance())
+    before = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=BalanceOptions())
     before.train.pad_from(0, 3, padded=padded, assignment_mode=chosen)
     before.train.padding = "batch" if padded else "none"
     for mode, expected in (("fixed", "fixed"), ("auto", chosen)):
-        data = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=_balance(assignment_mode=mode))
+        data = FreeScaleDataModule(Histories(), LENGTHS, 8, balance=BalanceOptions(assignment_mode=mode))
         data.train.load_state_dict(before.train.state_dict(1, 0, 2), 0, 2)
         sampler = data.train.resumed_sampler(0, 2, 1)
         assert data.train.assignment_mode == expected and data.train.plans_padding == padded
@@ -267,7 +264,7 @@ def test_another_strategy_is_refused_as_it_weighs_no_loss() -> None:
 def test_a_checkpoint_goes_on_under_another_strategy_as_drawn_for_it(padding: Any, mode: str) -> None:
     """Resume with a strategy that does not weight losses: choices are made again, or left out."""
     plan: dict[str, Any] = {"padded": padding == "batch", "assignment_mode": mode}
-    before, data = (FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=_balance()) for _ in range(2))
+    before, data = (FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=BalanceOptions()) for _ in range(2))
     before.train.pad_from(0, 3, **plan)
     before.train.padding = padding
     data.train.load_state_dict(before.train.state_dict(1, 0, 2), 0, 2)
@@ -298,7 +295,7 @@ def _evaluated(ranks: int, path: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for padding in ("none", "batch", "auto"):
         data, again = (
-            FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=_balance(padding=padding), **sets)
+            FreeScaleDataModule(Histories(), LENGTHS, 8, collate_fn=_pad, balance=BalanceOptions(padding=padding), **sets)
             for _ in range(2)
         )
         model, fitted = Evaluated(), trainer(devices=ranks, max_epochs=1)

@@ -47,7 +47,7 @@ class Model(CountingModel):
 
 def _data() -> FreeScaleDataModule:
     data, validation = Samples(4 * STEPS * 2), Samples(4 * 2 * 2, seed=1)
-    return FreeScaleDataModule(data, data.lengths, 4, val_dataset=validation, collate_fn=collate, balance=REPEATS)
+    return FreeScaleDataModule(data, data.lengths, 4, val_dataset=validation, collate_fn=collate, **REPEATS)
 
 
 def case(optimizer: str, **options: Any) -> Case:

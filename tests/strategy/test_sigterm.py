@@ -61,7 +61,7 @@ def _fit(
 ) -> bool:
     """Return whether a SIGTERM has stopped training."""
     data = Samples(64)
-    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64), balance=REPEATS)
+    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64), **REPEATS)
     callbacks: list[L.Callback] = [] if path is None else [callback(path)]
     run = trainer(
         strategy=FreeScaleStrategy(**(strategy or {})),

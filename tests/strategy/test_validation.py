@@ -125,7 +125,6 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit_in_backward(LAMB), "LAMB.*'net.embeddings.embeddings.item.weight'.*CPU"),
     (lambda: _fit_in_backward(torch.optim.NAdam), "NAdam"),
     (lambda: _fit_with_ddp({"assignment_mode": "slack"}), r"mode='slack'\).*strategy='freescale'"),
-    (lambda: _fit_with_ddp({"calibrate": True}), r"calibrate=True\).*strategy='freescale'"),
     (lambda: _fit_with_ddp({"assignment_mode": "best"}), "mode='best'"),
     (lambda: _fit_with_ddp({"max_tokens_per_rank": 1}), "max_tokens_per_rank=1"),
     (lambda: _fit_with_ddp({}, loss_reduction="target_mean"), "loss_reduction='target_mean'.*'unweighted'"),

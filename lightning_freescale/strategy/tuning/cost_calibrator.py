@@ -131,7 +131,7 @@ class CostCalibrator:
         before = self._costs.newest_refit
         self._calibration = Calibration(None if before is None else before.model)
         self._lag = 0 if times.on_host else LAG
-        self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, given cost, planned cost
+        self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, planned cost
         self._found = PredictedAndMeasured()
         self._logged_fit, self._scatter = False, 0.0
         self._reported_slow: set[int] = set()
@@ -148,9 +148,9 @@ class CostCalibrator:
         if self._times.step >= WARMUP:
             data = self._costs
             *row, planned = sampler.load(
-                sampler.epoch, step, lambda mine: np.column_stack([data.features(mine), data.costs[mine], sampler.costs[mine]])
+                sampler.epoch, step, lambda mine: np.column_stack([data.features(mine), sampler.costs[mine]])
             )
-            self._rows.append((sampler.epoch, np.array([*row, planned + self._costs.base_in(sampler.epoch)])))
+            self._rows.append((sampler.epoch, np.array([*row, planned + data.base_in(sampler.epoch)])))
 
     def end_training(self) -> None:
         """Log the predicted and the measured imbalance, unless they were logged with the final costs."""
@@ -193,8 +193,8 @@ class CostCalibrator:
         for epoch in sorted(set(epochs)):
             measured = (np.array(epochs) == epoch) & (seconds > 0).all(axis=1)
             if measured.any():
-                self._found.add_steps(epoch, rows[measured, :, 5], seconds[measured])
-        return self._calibration.add_window(rows[..., :4], seconds, rows[..., 4])
+                self._found.add_steps(epoch, rows[measured, :, 4], seconds[measured])
+        return self._calibration.add_window(rows[..., :4], seconds)
 
     def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
         """Return the imbalance of the current plans and of plans by the fit, both with the costs of the fit."""
@@ -227,7 +227,7 @@ class CostCalibrator:
                 f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the current "
                 f"costs, with a median error of {fit.residual:.1%} over {fit.observations} times. It is used from epoch "
                 f"{sampler.epoch + 1} on. According to it, the current plan has imbalance {imbalance_current:.3f} and a plan "
-                f"made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass BalanceOptions(calibrate=False)"
+                f"made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass cost=CostModel()"
             )
         if self._calibration.frozen:
             rank_zero_info(f"strategy 'freescale': the costs are final. Measuring has ended: {self._found.text(self._scatter)}")
