@@ -26,7 +26,7 @@ from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, wr
 WITHOUT_PLOTLY = (
     "the page of the bubble report will have no pictures, because the package plotly is not installed. Tables, text and "
     "report.json are complete. Run pip install 'lightning-freescale[report]'. Then, or on another machine, "
-    "python -m lightning_freescale.profiling page report.json -o report.html writes the page again"
+    "freescale profile page report.json -o report.html writes the page again"
 )
 _SCRIPTS = ("figures", "packed", "parts", "plot", "pictures", "bars", "tables", "ablation", "page")
 """The scripts in the order of their dependencies."""

@@ -1,20 +1,20 @@
-"""``python -m lightning_freescale.profiling``."""
+"""``freescale profile show``, ``compare`` and ``page``."""
 
 from __future__ import annotations
 
 import json
-import runpy
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_freescale.profiling.__main__ import main
+from lightning_freescale.command_line.profile import run
 from lightning_freescale.profiling.reporting.document import Status, read
 from tests.helpers.reports import full_report, run_of
 from tests.helpers.shown_page import packed
 
+main = partial(run, "profile")
 DOCS = Path(__file__).parents[3] / "docs" / "report.md"
 
 
@@ -34,14 +34,14 @@ def other(tmp_path: Path) -> str:
 
 def _refused(capsys: Any, *line: str) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(line)
+        main(list(line))
     assert stopped.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     return err
 
 
-def test_show_prints_what_the_report_prints(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_show_prints_what_the_report_prints(tmp_path: Path, capsys: Any) -> None:
     for report in (full_report(), full_report(status=Status(False, "KeyboardInterrupt", 5, 2)), run_of(count=0)):
         path = str(report.write(tmp_path / "report.json"))
         main(["show", path])
@@ -49,10 +49,6 @@ def test_show_prints_what_the_report_prints(tmp_path: Path, capsys: Any, monkeyp
     main([])
     shown_text = capsys.readouterr().out
     assert all(command in shown_text for command in ("show", "compare", "page"))
-    monkeypatch.setattr(sys, "argv", ["profiling", "show", path])
-    monkeypatch.delitem(sys.modules, "lightning_freescale.profiling.__main__")
-    runpy.run_module("lightning_freescale.profiling", run_name="__main__")
-    assert capsys.readouterr().out == f"{report}\n"
 
 
 def test_compare(base: str, other: str, tmp_path: Path, capsys: Any) -> None:

@@ -1,7 +1,7 @@
 // Plotly as these pages use it: in the page's colours, with the keyboard as well as a pointer.
 
 const NO_PLOTLY = "This page has no pictures, because the Python package plotly was not installed when it was written. The tables and report.json have all figures. "
-  + "To add the pictures, run pip install 'lightning-freescale[report]', then python -m lightning_freescale.profiling page report.json -o report.html.";
+  + "To add the pictures, run pip install 'lightning-freescale[report]', then freescale profile page report.json -o report.html.";
 const LEFT = 64;
 const RIGHT = 10;
 const TOP = 28; // room for the buttons, so that they cover nothing
