@@ -16,7 +16,7 @@ from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.overlap.batch_state import Lookup, StepUpdate
 from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
-from lightning_freescale.embeddings.overlap.hot_route import HotRoute, HotRouting
+from lightning_freescale.embeddings.overlap.hot_route import HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
@@ -74,7 +74,7 @@ class OverlappedCollection:
             self._groups.append(near)
             self._transports.append(RowTransport(near, *shared, near=True))
             route = hot.route(self._transports[1], self._transport, local, no_rows)
-        self.hot_list = route.hot_list if isinstance(route, HotRoute) else None
+        self.hot_list = route.hot_list
         # one thread and one process group per collection: they do everything that affects its rows
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
         exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)

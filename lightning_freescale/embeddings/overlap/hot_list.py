@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_freescale.embeddings.overlap.hot_rows import AccessCounts, HotRowsRule
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.report import Heat
-from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, keys_of
+from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, keys_of
 from lightning_freescale.embeddings.overlap.transport import RowTransport
 
 
@@ -44,11 +44,11 @@ class HotList:
         """Return whether each row is in the list (bool)."""
         return self._find(keys)[1]
 
-    def count(self, incoming: IncomingRows, through: Forwarded | None) -> None:
+    def count(self, incoming: IncomingRows) -> None:
         """Count the accesses of a step. Publish a list if it is time. Collective."""
         self._counts.count(incoming.rows, incoming.sizes)
-        if through is not None:
-            self._count_readers(through.request)
+        if incoming.forwarded is not None:
+            self._count_readers(incoming.forwarded.request)
         self._steps += 1
         if self._steps == self._next:
             self._next += min(self._steps, self._every)

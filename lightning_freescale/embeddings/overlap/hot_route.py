@@ -43,9 +43,6 @@ from lightning_freescale.embeddings.overlap.routes import DirectRoute, RowsToFla
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset, keys_of
 from lightning_freescale.embeddings.overlap.transport import RowTransport, new_group
 
-_OF_STEP = {NextIds.UNKNOWN, NextIds.ENDED, NextIds.REQUESTED, NextIds.LATER}
-"""States of the message with which a step begins on every rank."""
-
 
 @dataclass
 class HotRouting:
@@ -55,6 +52,7 @@ class HotRouting:
     every_n_steps: int
     nodes: Nodes
     links: LinkCosts | None = None  # measured by the first collection
+    takes_turns: bool = False  # whether "auto" cannot be used, because NCCL moves the rows of several collections
 
     @classmethod
     def of(cls, hot_rows: HotRowsOption, every_n_steps: int, nodes: Nodes | None, dedup: bool) -> HotRouting | None:
@@ -71,6 +69,9 @@ class HotRouting:
     @property
     def choice(self) -> str:
         """The choice of ``"auto"`` in a sentence; empty for other values, and before links were measured."""
+        if self.takes_turns:
+            reason = "NCCL moves the rows of several collections. For hot rows, pass transport='host'"
+            return f"hot_rows='auto': no row is hot, because {reason}"
         if self.links is None:
             return ""
         dearer, readers = self.links.far_s_per_byte / self.links.near_s_per_byte, self.links.fewest_readers
@@ -91,6 +92,7 @@ class HotRouting:
         if not take_turns or not any(gather_objects(group.moves_by_nccl or main.moves_by_nccl, main)):
             return group
         if self.hot_rows == "auto":
+            self.takes_turns = True
             return None
         raise ValueError(
             f"hot_rows={self.hot_rows!r} does not support several embedding collections, {path!r} among them, if NCCL moves "
@@ -151,9 +153,6 @@ class HotRoute:
                 gradients = self._sum(hop.through, hop.asked, gradients, came)
             sent, other_ids = replace(sent, request=through.request), None
         heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients, other_ids)
-        states = {head.state for head in heads}
-        if _OF_STEP.issuperset(states) and states != {NextIds.LATER}:  # then the message with the ids counts
-            self.hot_list.count(incoming, through)
         return heads, replace(incoming, forwarded=through), came
 
     def serve_anew(

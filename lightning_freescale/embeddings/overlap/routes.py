@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, RequestedRows, SomeRows
+from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
@@ -87,6 +88,8 @@ class DirectRoute:
 
     :class:`.HotRoute` has the same methods. Methods that send anything are collective.
     """
+
+    hot_list: HotList | None = None
 
     def __init__(self, transport: RowTransport, local: LocalRows, no_rows: RowRequest) -> None:
         self._transport, self._local, self.no_rows = transport, local, no_rows

@@ -152,6 +152,8 @@ class RowExchange:
             if forward_first is not None and forward_first.acquire(blocking=False):
                 return
             self._hear_later(following, current, self._ids_to_send(known))
+        if self._route.hot_list is not None:
+            self._route.hot_list.count(following.requested.incoming)
         states, updates = [head.state for head in self._heads], current.update.updates
         any_submitted = NextIds.REQUESTED in states
         following.announced = Announced(

@@ -146,6 +146,7 @@ def _one_by_nccl() -> None:
         with sharded(HOW) as (_, _, tables, _):
             engine = OverlapEngine(tables, ranks_per_node=2)
             assert {type(each._exchange._route) for each in engine.collections.values()} == {DirectRoute}
+            assert engine.hot_routing is not None and "NCCL moves the rows" in engine.hot_routing.choice
             engine.close()
 
 
