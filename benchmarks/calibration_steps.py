@@ -128,7 +128,7 @@ def _fit(family: str, variant: str, epochs: int, clock: str) -> list[float]:
     if clock == "wall":
         wait = report.shares["straggler_wait"] * report.step_s
     steps = len(spent) * WINDOW
-    share = sum(spent) / (steps * report.compute_s) if spent else 0.0
+    share = sum(spent) / (steps * float(column(report.breakdown, "compute").mean())) if spent else 0.0
     data_wait = 0.0 if report.imbalance is None else report.imbalance.data
     mean = sum(spent) / max(len(spent), 1)
     return [report.predicted_imbalance or 1.0, report.compute_imbalance, wait, data_wait, mean, share]

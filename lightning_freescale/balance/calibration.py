@@ -16,6 +16,8 @@ from lightning_freescale.balance.validation import Floats
 PARTED = 0.03
 """Difference up to which predicted and measured imbalance agree."""
 _MIN_STEPS, _MIN_TIMES = 45, 10
+_MOST_TIMES = 4_000
+"""Number of the newest times to fit. All ranks wait for the fit of rank 0."""
 _PATIENCE = 75
 """Number of steps without a better fit after which the last fit is final."""
 _PARTS, _SURE = 4, 2.0
@@ -29,7 +31,6 @@ class Calibration:
 
     Args:
         in_use: The cost model that the steps are planned by.
-        keep: Maximum number of times to fit, the newest ones. All ranks wait for the fit of rank 0.
 
     Attributes:
         fit: The fit after the last window.
@@ -37,10 +38,10 @@ class Calibration:
         base: The part of a rank's step that its samples do not explain, in the units of the costs in use.
     """
 
-    def __init__(self, in_use: CostModel | None = None, keep: int = 4_000) -> None:
+    def __init__(self, in_use: CostModel | None = None) -> None:
         self.fit: CostFit | None = None
         self.improved, self.base = False, 0.0
-        self._in_use, self._keep = in_use or CostModel(), keep
+        self._in_use = in_use or CostModel()
         self._steps: list[tuple[Floats, Floats]] = []
         self._steps_since_better = 0
 
@@ -58,7 +59,7 @@ class Calibration:
         """
         measured = (seconds > 0).all(axis=1)  # by all ranks
         ranks = seconds.shape[1]
-        kept = max(_MIN_STEPS, self._keep // ranks)
+        kept = max(_MIN_STEPS, _MOST_TIMES // ranks)
         self._steps = [*self._steps, *zip(sums[measured], seconds[measured])][-kept:]
         self._steps_since_better += len(seconds)
         self.improved = False

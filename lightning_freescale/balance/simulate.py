@@ -1,4 +1,4 @@
-"""The forecast for several numbers of ranks from a file of history lengths, as a table and as a picture."""
+"""The forecast for several numbers of ranks from a file of history lengths, as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from lightning_freescale.balance.micro_batches import MicroBatchSchedule
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import idle_fraction
 from lightning_freescale.balance.validation import Floats, non_negative
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = "one length per line (.txt, .txt.gz), .npy, .npz with 'lengths' or 'offsets', or .csv, .csv.gz with --column"
 
@@ -192,7 +189,7 @@ def _planning_ms(plans: Sequence[StepPlan]) -> float:
     return float(np.median(taken) * 1e3)
 
 
-# -- as a table and as a picture
+# -- as a table
 
 _TITLES = ("", "----- imbalance (max / mean over ranks) -----", "----- idle -----", "steps", "predicted", "planning")
 _COLUMNS = ("ranks", "as drawn  zig-zag  balanced  lower bound", "as drawn  balanced", "dominated", "speed-up", "ms / step")
@@ -209,63 +206,3 @@ def format_table(rows: Sequence[Forecast]) -> str:
             f"  {unbalanced:8.1%}  {balanced:8.1%}  {row.dominated:9.0%}  {row.speedup:8.2f}x  {row.planning_ms:9.1f}"
         )
     return "\n".join(lines)
-
-
-_LINES = {  # attribute of Forecast: label, colour, marker, line, width
-    "unbalanced": ("as drawn", "#8c8c8c", "o", "-", 1.6),
-    "zigzag": ("zig-zag", "#e08214", "s", "-", 1.6),
-    "balanced": ("balanced", "#2166ac", "o", "-", 2.4),
-    "lower_bound": ("lower bound", "black", "", "--", 1.2),
-}
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches; raise ImportError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib. Run pip install 'lightning-freescale[plot]'.") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def plot(figure: Figure, rows: Sequence[Forecast], path: Path, title: str, counts: str) -> None:
-    """Draw the rows and write the figure to ``path``, in the format of its suffix.
-
-    ``counts`` are the counts for which the lower bound holds, see :func:`counts_allowed`.
-    """
-    axes, ordered = figure.subplots(), sorted(rows, key=lambda row: row.ranks)
-    ranks = [row.ranks for row in ordered]
-    for name, (label, color, marker, line, width) in _LINES.items():
-        values = [getattr(row, name) for row in ordered]
-        label = f"{label} {counts}" if name == "lower_bound" else label
-        style: dict[str, Any] = {"color": color, "marker": marker or "x", "linestyle": line, "linewidth": width}
-        if None in values:
-            continue
-        axes.plot(ranks, values, label=label, clip_on=False, **style)  # markers at 1 lie on the lower edge
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(count) for count in ranks])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("predicted imbalance (max / mean over ranks)")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    top = axes.get_ylim()[1]
-    axes.set_ylim(1, top)
-    to_idle, to_imbalance = lambda x: 100 - 100 / np.maximum(x, 1e-3), lambda x: 100 / np.maximum(100 - np.asarray(x), 1e-3)
-    idle_axis = axes.secondary_yaxis("right", functions=(to_idle, to_imbalance))
-    ticks = _idle_ticks(top)
-    idle_axis.set_yticks(ticks, [f"{share:g}" for share in ticks])
-    idle_axis.set_ylabel("idle share of the ranks' compute time (%)")
-    figure.savefig(path, dpi=150)
-
-
-def _idle_ticks(top: float) -> list[float]:
-    """Return the shares (%) of the ticks of an axis up to imbalance ``top``, not too close to each other."""
-    ticks, free_from = list[float](), 1.0
-    for share in (0, 0.1, 0.2, 0.5, 1, 2, 5, *range(10, 100, 10), 95, 98, 99, 99.5, 99.8, 99.9):
-        imbalance = 100 / (100 - share)
-        if free_from <= imbalance <= top:
-            ticks.append(share)
-            free_from = imbalance + 0.06 * (top - 1)
-    return ticks

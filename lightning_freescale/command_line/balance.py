@@ -19,16 +19,7 @@ import numpy as np
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.forecast import counts_allowed, fewer_than_asked
-from lightning_freescale.balance.simulate import (
-    KINDS,
-    Forecast,
-    describe_lengths,
-    forecast,
-    format_table,
-    new_figure,
-    plot,
-    read_lengths,
-)
+from lightning_freescale.balance.simulate import KINDS, Forecast, describe_lengths, forecast, format_table, read_lengths
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -40,7 +31,7 @@ def run(command: str, arguments: list[str]) -> None:
     options = parser.parse_args(arguments[bool(name) :])
     try:
         run_command(options)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{name or command}: {error}\n")
 
 
@@ -79,7 +70,6 @@ def _write_plan(sampler: BalancedSampler, options: argparse.Namespace) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     cost, assign_options = _cost_model(options), _assign_options(options)
-    figure = None if options.plot is None else new_figure(7.5, 4.5)  # before the work, to report a missing matplotlib
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)
@@ -92,11 +82,9 @@ def _simulate(options: argparse.Namespace) -> None:
         f"at least {options.steps} steps of {per_rank} per rank, drawn from {options.lengths.name}; "
         f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
-    mode = _describe_mode(options, assign_options)
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
-    print(f"predicted, not measured: {predicted_from}; {mode}\n\n{format_table(rows)}\n")
-    counts = counts_allowed(assign_options["assignment_mode"])
-    _explain(rows, counts, options.padded)
+    print(f"predicted, not measured: {predicted_from}; {_describe_mode(options, assign_options)}\n\n{format_table(rows)}\n")
+    _explain(rows, counts_allowed(assign_options["assignment_mode"]), options.padded)
     for row in rows:
         sentences = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
         if row.padding is not None:
@@ -107,8 +95,6 @@ def _simulate(options: argparse.Namespace) -> None:
             sentences.insert(0, f"The steps have up to {row.samples_per_step} samples and use {used}.")
         if any(sentences):
             print(f"\n{row.ranks} ranks: {' '.join(filter(None, sentences))}")
-    if figure is not None:
-        plot(figure, rows, options.plot, f"predicted: {predicted_from.replace('; ', chr(10), 1)}; {mode}", counts)
     if options.json is not None:
         figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
         context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
@@ -188,24 +174,23 @@ def _assign_options(options: argparse.Namespace) -> dict[str, Any]:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_data(parser)
     add = parser.add_argument
-    add("--ranks", type=_whole, required=True, metavar="N", help="number of ranks")
-    add("--epochs", type=_whole, default=1, metavar="N", help="number of epochs; default 1")
+    add("--ranks", type=whole_number, required=True, metavar="N", help="number of ranks")
+    add("--epochs", type=whole_number, default=1, metavar="N", help="number of epochs; default 1")
     add("--plan", type=Path, metavar="FILE", help="write one line of JSON per step: epoch, step, and the samples of each rank")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     _add_data(parser)
     add = parser.add_argument
-    add("--ranks", type=_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
-    add("--dim", type=_whole, metavar="N", help="width of the embeddings; default: a cost model for width 64")
-    add("--layers", type=_whole, metavar="N", help="number of blocks, with --dim; default 1")
-    add("--heads", type=_whole, metavar="N", help="number of attention heads, with --dim; default 1")
-    add("--max-length", type=_whole, metavar="N", help="maximum history length; longer histories are truncated")
+    add("--ranks", type=numbers_of_ranks, required=True, metavar="8,64,256", help="numbers of ranks")
+    add("--dim", type=whole_number, metavar="N", help="width of the embeddings; default: a cost model for width 64")
+    add("--layers", type=whole_number, metavar="N", help="number of blocks, with --dim; default 1")
+    add("--heads", type=whole_number, metavar="N", help="number of attention heads, with --dim; default 1")
+    add("--max-length", type=whole_number, metavar="N", help="maximum history length; longer histories are truncated")
     add("--padded", action="store_true", help="the batches are padded to their longest sample; allows any counts")
-    add("--micro-batches", type=_whole, default=1, metavar="N", help="number of micro-batches, with --padded; default 1")
+    add("--micro-batches", type=whole_number, default=1, metavar="N", help="number of micro-batches, with --padded; default 1")
     steps_help = "minimum number of steps; shorter epochs are drawn completely; default 32"
-    add("--steps", type=_whole, default=32, metavar="N", help=steps_help)
-    add("--plot", type=Path, metavar="FILE", help="draw imbalance over ranks; requires matplotlib")
+    add("--steps", type=whole_number, default=32, metavar="N", help=steps_help)
     add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
 
 
@@ -215,11 +200,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="column of a .csv file; each value is a sample, and its length is its number of rows")
     batch = parser.add_mutually_exclusive_group(required=True)
-    batch.add_argument("--batch-size", type=_whole, metavar="N", help="number of samples per rank and step")
-    batch.add_argument("--batch-tokens", type=_whole, metavar="N", help="maximum number of tokens per rank and step")
+    batch.add_argument("--batch-size", type=whole_number, metavar="N", help="number of samples per rank and step")
+    batch.add_argument("--batch-tokens", type=whole_number, metavar="N", help="maximum number of tokens per rank and step")
     mode_help = "equal counts (default), up to 1.25 times equal, or any counts (default with --batch-tokens)"
     add("--assignment-mode", choices=["fixed", "slack", "free"], help=mode_help)
-    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="seed of the draw; default 0")
+    add("--seed", type=partial(whole_number, least=0), default=0, metavar="N", help="seed of the draw; default 0")
 
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
@@ -227,14 +212,16 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the model and the figures as JSON")
 
 
-def _whole(text: str, least: int = 1) -> int:
+def whole_number(text: str, least: int = 1) -> int:
+    """Return the value of an option that is an integer of at least ``least``."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
     return int(text)
 
 
-def _ranks(text: str) -> list[int]:
-    return [_whole(part.strip()) for part in text.split(",")]
+def numbers_of_ranks(text: str) -> list[int]:
+    """Return the value of the option ``--ranks``."""
+    return [whole_number(part.strip()) for part in text.split(",")]
 
 
 _COMMANDS = {  # name: description, function that adds the arguments, function that runs the command

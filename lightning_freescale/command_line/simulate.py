@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.calibration import fit_report
-from lightning_freescale.balance.simulate import KINDS, describe_lengths, new_figure, read_lengths
+from lightning_freescale.balance.simulate import KINDS, describe_lengths, read_lengths
+from lightning_freescale.command_line.balance import numbers_of_ranks, whole_number
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
-from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks, plot
+from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks
 from lightning_freescale.simulator.page import write_page
 from lightning_freescale.simulator.quantity import quantities
 from lightning_freescale.simulator.training_step import LADDER
@@ -39,12 +40,11 @@ def run(command: str, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         _simulate(options)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{command}: {error}\n")
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    figure = None if options.plot is None else new_figure(9.5, 4.6)  # before the work, because matplotlib may be missing
     lengths = read_lengths(options.lengths, options.column)
     network = Network() if options.network is None else Network.read(options.network)
     load, variants = _load(options, lengths), _variants(options)
@@ -61,8 +61,6 @@ def _simulate(options: argparse.Namespace) -> None:
     print(f"predicted, not measured: {options.steps} steps of {source}\n\n{format_outlooks(outlooks)}\n\n{EXPLANATION}\n")
     print(f"assumptions and measurements, with their ranges:\n{format_known(known)}")
     print(f"  rows: {load.catalogue.rows:,}; {load.row_bytes} bytes per item; {network.ranks_per_node} ranks per node")
-    if figure is not None:
-        plot(figure, outlooks, options.plot, f"predicted: {source}")
     if options.page is not None:
         write_page(options.page, lengths, options.ranks, load, network, source, seed=options.seed)
     if options.json is not None:
@@ -133,8 +131,8 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="column of a .csv file: each value is a sample, and its number of rows is the length")
-    add("--ranks", type=_ranks, required=True, metavar="64,256,1024", help="numbers of ranks")
-    add("--batch-size", type=_whole, required=True, metavar="N", help="histories per rank and step")
+    add("--ranks", type=numbers_of_ranks, required=True, metavar="64,256,1024", help="numbers of ranks")
+    add("--batch-size", type=whole_number, required=True, metavar="N", help="histories per rank and step")
     compute = parser.add_mutually_exclusive_group(required=True)
     compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank in the mean step")
     compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a run that measured the compute")
@@ -145,10 +143,10 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
         metavar="SHARE",
         help="share of --compute-ms that grows as L²; default %(default)s",
     )
-    add("--rows", type=_whole, default=10_000_000, metavar="N", help="rows of all tables; default 10 million")
+    add("--rows", type=whole_number, default=10_000_000, metavar="N", help="rows of all tables; default 10 million")
     add(
         "--row-bytes",
-        type=_whole,
+        type=whole_number,
         default=1024,
         metavar="N",
         help="bytes of an item's rows in all tables; default 1024",
@@ -171,27 +169,16 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     )
     add(
         "--steps",
-        type=partial(_whole, least=2),
+        type=partial(whole_number, least=2),
         default=20,
         metavar="N",
         help="number of steps to draw, at least 2; default 20",
     )
     add("--draws", type=int, default=8, metavar="N", help="draws of the assumptions for each two steps; default 8")
     add("--seed", type=int, default=0, metavar="N", help="seed of all draws; default 0")
-    add("--plot", type=Path, metavar="FILE", help="picture of bubble and speed-up by ranks to write; needs matplotlib")
     add("--page", type=Path, metavar="FILE", help="interactive page to write, which works offline")
     add("--json", type=Path, metavar="FILE", help="file for the figures")
     return parser
-
-
-def _whole(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
-    return int(text)
-
-
-def _ranks(text: str) -> list[int]:
-    return [_whole(part.strip()) for part in text.split(",")]
 
 
 def _range(text: str) -> tuple[float, float, float]:
@@ -209,7 +196,7 @@ def _range(text: str) -> tuple[float, float, float]:
 def _rate(text: str) -> tuple[float, int]:
     rate, _, ranks = text.partition("@")
     try:
-        return float(rate), _whole(ranks)
+        return float(rate), whole_number(ranks)
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate and a number of ranks, such as 0.2@8") from None
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.balance import CostModel, assign
+from lightning_freescale.balance import calibration as calibration_module
 from lightning_freescale.balance.calibration import Calibration, fit_report
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.command_line.balance import run
@@ -88,8 +89,9 @@ def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:
     assert alone.add_window(*_run(5, 16, CostModel(), TRUE)) is not None
 
 
-def test_the_fit_rests_on_the_last_times_only() -> None:
-    calibration, before = Calibration(keep=4 * 50), CostModel(linear=1e-4, quadratic=0)
+def test_the_fit_rests_on_the_last_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_module, "_MOST_TIMES", 4 * 50)
+    calibration, before = Calibration(), CostModel(linear=1e-4, quadratic=0)
     calibration.add_window(*_run(200, 4, CostModel(), before))
     fit = calibration.add_window(*_run(50, 4, CostModel(), TRUE))
     assert fit is not None and fit.observations == 200

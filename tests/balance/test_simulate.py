@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assign
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.global_batches import draw_order
-from lightning_freescale.balance.simulate import Forecast, forecast, new_figure, plot, read_lengths
+from lightning_freescale.balance.simulate import forecast, read_lengths
 from lightning_freescale.command_line.balance import run
 
 main = partial(run, "balance")
@@ -144,8 +143,7 @@ def test_a_data_set_smaller_than_a_step_is_told(tmp_path: Path, capsys: pytest.C
 def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "figures.json"
     line = ["simulate", "--lengths", str(_file(tmp_path, "a.txt")), "--ranks", "2,4", "--batch-tokens", "500"]
-    main([*line, "--json", str(written), "--plot", str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    main([*line, "--json", str(written)])
     out = capsys.readouterr().out
     assert "500 tokens per rank" in out and "assignment_mode free" in out
     for row in json.loads(written.read_text())["predicted"]:
@@ -202,23 +200,6 @@ def test_bad_flags_are_refused(flags: list[str], message: str, tmp_path: Path, c
         main(_line(_file(tmp_path, "a.txt"), *flags))
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_shares_on_the_axis_of_a_plot_are_apart_and_none_is_below_zero(tmp_path: Path) -> None:
-    for top in (1.0, 1.3, 7.0, 900.0):
-        figure, rows = new_figure(7.5, 4.5), [Forecast(ranks, 8, top, top, 1.0, 1.0, 0.0, 1.0, None) for ranks in (2, 8)]
-        plot(figure, rows, tmp_path / "p.png", "predicted", "at any counts")
-        (axes,) = figure.axes
-        marked = 100 / (100 - np.array(axes.child_axes[0].get_yticks()))
-        assert marked[0] == axes.get_ylim()[0] == 1 and marked[-1] <= axes.get_ylim()[1] and len(marked) > 2
-        assert (np.diff(marked) > 0.05 * np.ptp(axes.get_ylim())).all(), top
-
-
-def test_missing_matplotlib_is_told_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        main(_line(Path("no_such_file.txt"), "--ranks", "2", "--plot", "p.png"))
-    assert "lightning-freescale[plot]" in capsys.readouterr().err
 
 
 def _line(path: Path, *flags: object) -> list[str]:

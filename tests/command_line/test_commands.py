@@ -167,8 +167,8 @@ def simulated(capsys: Any, tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_table_of_all_techniques_its_assumptions_and_files(simulated: Callable[..., str], tmp_path: Path) -> None:
-    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "png", "html")}
-    out = simulated("--compute-ms", "50:100:200", "--json", files["json"], "--plot", files["png"], "--page", files["html"])
+    files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "html")}
+    out = simulated("--compute-ms", "50:100:200", "--json", files["json"], "--page", files["html"])
     assert out.startswith("lengths.txt: 300 samples") and "4 steps of 8 histories" in out
     for line in ("   16  plain ", "       balance + overlap ", "       + two levels "):
         assert f"\n{line}" in out
@@ -178,7 +178,7 @@ def test_a_table_of_all_techniques_its_assumptions_and_files(simulated: Callable
     assert {each["ranks"] for each in found["predicted"]} == {4, 16}
     assert all(each["step"]["word"] == "predicted" for each in found["predicted"])
     assert {each["word"] for each in found["known"].values()} <= set(WORDS)
-    assert files["png"].stat().st_size > 10_000 and "<title>Predicted steps</title>" in files["html"].read_text()
+    assert "<title>Predicted steps</title>" in files["html"].read_text()
 
 
 def test_techniques_are_added_one_by_one(simulated: Callable[..., str], tmp_path: Path) -> None:

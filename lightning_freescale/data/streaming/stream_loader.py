@@ -134,10 +134,6 @@ class BalancedStreamLoader:
         """Return the cost of every rank's batch in a step, shape ``[ranks]``."""
         return self._step(step).costs
 
-    def unbalanced_costs(self, step: int) -> NDArray[np.float64]:
-        """Return the cost of every rank's batch before the assignment, shape ``[ranks]``."""
-        return self._step(step).unbalanced_costs
-
     def loss_weight(self, step: int) -> float:
         """Return the factor for this rank's loss with which the mean over ranks is the mean (or sum) over the global batch."""
         weights = self._step(step).weights

@@ -53,20 +53,12 @@ class OverlapEngine:
         clip_value: the limit of every element of a row's gradient, summed over ranks and batches; None for no limit.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. This costs
             overlap, because no gradient is sent during the next forward. Tables outside all parameter groups are not clipped.
-        hot_rows: which rows take the route of hot rows. A row that several ranks of a node need then crosses the network once,
-            and so does its gradient, through a proxy in the node. ``"auto"``: the rows for which this is faster by the measured
-            cost of transfers within and between nodes. An int: this number of rows, an equal share of them by each owner. A
-            float: the rows that on average at least this share of a node's ranks request, if any of them does. 0: none. It
-            requires several nodes with several ranks each, ``ranks_per_node`` and ``dedup``; other values than ``"auto"`` and 0
-            are refused without the last two.
-        rerank_every_n_steps: the number of steps between two lists of hot rows. Results depend on the lists by the order of
-            summation and, with 16-bit gradients on the wire, by one more rounding per node.
+        hot_rows: see :class:`lightning_freescale.FreeScaleStrategy`, as for ``rerank_every_n_steps`` and ``wire``. Other values
+            than ``"auto"`` and 0 require ``ranks_per_node`` and ``dedup``.
+        rerank_every_n_steps: the number of steps between two lists of hot rows.
         ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
             that cross between nodes.
-        wire: the type in which rows and gradients are sent: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or a dict with one
-            of them for ``"rows"`` and for ``"gradients"``. The 16-bit types halve the bytes and change the results: every value
-            is rounded, as by TorchRec's quantized communication without loss scale. This includes the rows of evaluation.
-            ``"float16"`` makes gradients below 3e-8 zero. Rows of tables with 16-bit weights are always sent as they are.
+        wire: the type in which rows and gradients are sent.
 
     Raises:
         ValueError: ``wire`` is unknown, or ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit

@@ -129,11 +129,6 @@ class BubbleReport:
         return float(self.breakdown[:, :, 0].mean())
 
     @property
-    def compute_s(self) -> float:
-        """The mean compute of a step and rank in seconds."""
-        return float(column(self.breakdown, "compute").mean())
-
-    @property
     def samples_per_s(self) -> float | None:
         """The samples of all ranks per second of wall time; None if unknown."""
         return samples_per_s_of(self.breakdown, self.samples)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_freescale.balance import MicroBatches, MicroBatchSchedule
+from lightning_freescale.balance import BalanceReport, MicroBatches, MicroBatchSchedule
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.data.streaming.stream_loader import BalancedStreamLoader
 from lightning_freescale.testing import RankFailed, run_distributed
@@ -97,7 +97,7 @@ def stream_threads() -> int:
 def run_streams(sizes: list[int], **options: Any) -> dict[str, Any]:
     """Return the batches of this rank and the loader's descriptions of the steps."""
     loader = loader_of(sizes, **options)
-    batches, names = list(loader), ("counts", "costs", "unbalanced_costs", "loss_weight")
+    batches, names = list(loader), ("counts", "costs", "balance", "loss_weight")
     described = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
     return {"batches": batches, "threads": stream_threads(), **described}
 
@@ -119,11 +119,6 @@ def check_steps(ranks: list[dict[str, Any]], weights: bool = False) -> None:
             assert rank["counts"][step] == [len(batch) for batch in batches]
             np.testing.assert_allclose(rank["costs"][step], [sum(map(sample_cost, batch)) for batch in batches])
             assert rank["loss_weight"][step] == pytest.approx(mine[index] * len(ranks) / mine.sum())
-
-
-def imbalance_of(ranks: list[dict[str, Any]], name: str) -> float:
-    loads = np.array(ranks[0][name])
-    return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
 def test_no_sample_is_lost_also_of_uneven_streams() -> None:
@@ -153,8 +148,12 @@ def test_samples_are_assigned_as_those_of_a_map_style_set_or_by_another_function
             for rank in range(3):
                 expected = [sample for sample, to in zip(read, target) if to == rank]
                 assert [sample[:2] for sample in of_ranks[rank]["batches"][step]] == expected
-        np.testing.assert_allclose(ranks[0]["unbalanced_costs"][step], cost.reshape(3, 4).sum(axis=1))
-    assert imbalance_of(ranks, "costs") < 0.8 * imbalance_of(ranks, "unbalanced_costs")
+        as_read, now = cost.reshape(3, 4).sum(axis=1), ranks[0]["costs"][step]
+        balance = ranks[0]["balance"][step]
+        assert balance.unbalanced == pytest.approx(as_read.max() / as_read.mean())
+        assert balance.balanced == pytest.approx(now.max() / now.mean())
+    report = BalanceReport.from_steps(ranks[0]["balance"])
+    assert report.balanced < 0.8 * report.unbalanced
 
 
 def test_drop_last_gives_whole_steps() -> None:
@@ -183,7 +182,7 @@ def test_resume_gives_the_batches_that_were_to_come(workers: int) -> None:
             for step in range(consumed, len(batches)):
                 assert resumed.counts(step) == whole.counts(step)
                 assert resumed.costs(step).tolist() == whole.costs(step).tolist()
-                assert resumed.unbalanced_costs(step).tolist() == whole.unbalanced_costs(step).tolist()
+                assert resumed.balance(step) == whole.balance(step)
                 assert resumed.loss_weight(step) == whole.loss_weight(step)
             assert resumed.state_after(consumed) == state
             if consumed < len(batches):
