@@ -147,10 +147,10 @@ def why_silent(host: str, process: int) -> str:
 # -- all ranks together
 
 
-def hang_document(why: str, ranks: Sequence[State], next_s: float | None) -> dict[str, Any]:
+def hang_document(why: str, ranks: Sequence[State], next_s: float) -> dict[str, Any]:
     """Return a report of ``hang.json``: the state of every rank, and the ranks that are missing in each exchange.
 
-    ``why`` is the reason of the report, ``next_s`` the seconds without a step until the next one, None if there is none.
+    ``why`` is the reason of the report, ``next_s`` the seconds without a step until the next one.
     """
     exchanges = [one["exchange"] for one in ranks if one.get("exchange")]
     awaited = {(exchange["group"], exchange["step"], exchange["number"]) for exchange in exchanges}
@@ -187,8 +187,8 @@ def _is_missing(rank: State, group: str, place: tuple[int, int]) -> bool:
 
 def hang_text(document: Mapping[str, Any]) -> str:
     """Return a report as text; sentences are wrapped at 120 characters, rows of the table are not."""
-    again = "" if document["next_s"] is None else f"; if no step ends, the next report follows after {document['next_s']:.0f} s"
-    lines = [f"BubbleProfiler: {document['why']}. Training continues{again}."]
+    again = f"if no step ends, the next report follows after {document['next_s']:.0f} s"
+    lines = [f"BubbleProfiler: {document['why']}. Training continues; {again}."]
     lines += [line for exchange in document["exchanges"] for line in _about(exchange, document["ranks"])]
     wrapped = [line for each in lines for line in textwrap.wrap(each, _WIDTH, subsequent_indent="  ")]
     return "\n".join([*wrapped, *_table(document["ranks"]), *_threads(document["ranks"])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import math
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import Self
@@ -36,6 +35,7 @@ _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 10.0
 _STEPS, _LEAST_SECONDS = 20, 60.0
 _FIRST_STEPS, _FIRST_SECONDS = 4, 600.0
+_SIGNAL = "SIGUSR2"
 _KEPT = 20
 """The number of reports in the file, counted from the end."""
 _RUNS = count()  # the same on every rank
@@ -50,36 +50,23 @@ class HangWatch(AbstractContextManager["HangWatch"]):
     report is repeated as long as no step ends, each time after twice as long. A separate thread checks once a second; a step
     costs nothing.
 
+    The first report comes after 20 times the median of the last 20 steps, at least 60 s: a slow batch is no hang, and the
+    report comes before collectives time out. Until the fourth step has ended, and while a checkpoint is saved, it comes after
+    600 s, because the first steps compile. The signal SIGUSR2 asks for a report on any rank. An existing handler stays.
+
     Enter the context on all ranks, on the thread that trains.
 
     Args:
         timeline: enabled timeline on which the run is recorded.
         dirpath: folder of ``hang.json``.
-        hang_timeout: seconds without the end of a step until a report. ``"auto"`` is 20 times the median of the last 20 steps,
-            at least 60 s: a slow batch is no hang, and the report comes before collectives time out. ``"auto"`` is 600 s until
-            the fourth step has ended, because the first steps compile, and while a checkpoint is saved. None reports only when
-            the signal arrives.
-        hang_signal: name of the signal that asks for a report on any rank; None for none. An existing handler of the signal
-            stays.
 
     Attributes:
         problem: reason why the signal is not handled; None if it is handled.
         file: path of ``hang.json``; None before the first report.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        dirpath: Path,
-        *,
-        hang_timeout: float | Literal["auto"] | None = "auto",
-        hang_signal: str | None = "SIGUSR2",
-    ) -> None:
-        _check_options(hang_timeout, hang_signal)
-        self._timeline, self._dirpath, self._timeout, self._signal = timeline, dirpath, hang_timeout, hang_signal
+    def __init__(self, timeline: Timeline, dirpath: Path) -> None:
+        self._timeline, self._dirpath = timeline, dirpath
         self.problem: str | None = None
         self.file: Path | None = None
         self._reports: deque[dict[str, Any]] = deque(maxlen=_KEPT)
@@ -93,7 +80,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         store = dist.distributed_c10d._get_default_store() if size > 1 else None
         self._calls = None if store is None else RankCalls(store, self._rank, size)
         self._observer = RankObserver(self._timeline, self._rank)
-        self._pipe = SignalPipe(self._signal)
+        self._pipe = SignalPipe(_SIGNAL)
         self.problem = self._pipe.problem
         self._mark, self._since = self._progress(), time.perf_counter()
         self._thread = start_daemon(self._watch, "freescale-hang watch")
@@ -123,7 +110,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self._observer.look()
             idle, why = self._idle_seconds(), None
             if asked:
-                why = f"rank {self._rank} received {self._signal}"
+                why = f"rank {self._rank} received {_SIGNAL}"
             elif idle >= self._patience_seconds():
                 why = f"rank {self._rank} has ended no step for {idle:.0f} s"
             self._report(why, idle)
@@ -141,8 +128,6 @@ class HangWatch(AbstractContextManager["HangWatch"]):
     def _patience_seconds(self) -> float:
         if self._patience is not None:
             return self._patience
-        if self._timeout != "auto":
-            return math.inf if self._timeout is None else self._timeout
         ends = [end for _, end in list(self._timeline.ended)]
         if len(ends) < _FIRST_STEPS or self._is_paused():
             return _FIRST_SECONDS
@@ -172,7 +157,7 @@ class HangWatch(AbstractContextManager["HangWatch"]):
         if idle > patience / 2:  # this rank hangs, too, and should not call by itself a moment later
             patience = self._patience = 2 * max(idle, patience)
         if ranks is not None and not self._closing:
-            self._print_and_write(hang_document(why, ranks, patience if math.isfinite(patience) else None))
+            self._print_and_write(hang_document(why, ranks, patience))
 
     def _print_and_write(self, document: dict[str, Any]) -> None:
         self._reports.append(document)
@@ -182,18 +167,6 @@ class HangWatch(AbstractContextManager["HangWatch"]):
             self.file = write_atomically(self._dirpath / "hang.json", [json.dumps(written, indent=1), "\n"])
         except OSError as error:
             print(f"BubbleProfiler cannot write hang.json to {self._dirpath}: {error}", file=sys.stderr, flush=True)
-
-
-def _check_options(hang_timeout: object, hang_signal: object) -> None:
-    is_number = isinstance(hang_timeout, (int, float)) and not isinstance(hang_timeout, bool)
-    if hang_timeout is not None and hang_timeout != "auto" and not (is_number and hang_timeout > 0):  # type: ignore[operator]
-        raise ValueError(f"hang_timeout={hang_timeout!r} is invalid. Pass seconds above 0, 'auto', or None for no timeout")
-    known = isinstance(hang_signal, str) and hang_signal in signal.Signals.__members__
-    if hang_signal is not None and (not known or hang_signal in ("SIGKILL", "SIGSTOP")):
-        raise ValueError(
-            f"hang_signal={hang_signal!r} is not a signal that a process can handle. Pass the name of one, such as 'SIGUSR2', "
-            "or None"
-        )
 
 
 class StoreSilent(RuntimeError):  # noqa: N818 (it is a state)
@@ -304,14 +277,13 @@ class SignalPipe:
         problem: reason why the signal is not handled; None if it is.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str) -> None:
         self._reads, self._writes = os.pipe()
         os.set_blocking(self._reads, False)
         os.set_blocking(self._writes, False)
-        self._signal = None if name is None else signal.Signals[name]
-        self.problem = None if self._signal is None else self._register(self._signal)
-        if self.problem is not None:
-            self._signal = None
+        number = signal.Signals[name]
+        self.problem = self._register(number)
+        self._signal = number if self.problem is None else None
 
     def _register(self, number: int) -> str | None:
         if signal.getsignal(number) != signal.SIG_DFL or _is_caught(number):

@@ -163,7 +163,7 @@ def test_who_has_not_come() -> None:
     assert (exchange["waiting"], exchange["missing"], exchange["unknown"]) == ([0, 2], [1], [])
     assert "rank 0 has ended no step for 30 s" in text and "60 s" in text
     assert "rank 1 has not reached all_reduce (exchange 3 of step 12 in group world)" in text and "ranks 0, 2 wait" in text
-    table = hang_text(hang_document("", ranks, None)).splitlines()[-3:]
+    table = hang_text(hang_document("", ranks, 60.0)).splitlines()[-3:]
     assert [line.split("  ")[0] for line in table] == ["ranks", "0, 2", "1, 3"], "ranks that stand alike are one row"
     for cell in ("all_reduce", "2.5 MB", "forward", "training_step (train.py:7)", "loss = self.model(batch)"):
         assert cell in table[1]
@@ -213,7 +213,7 @@ def test_threads_that_exchange_in_the_background() -> None:
 
 
 def test_many_ranks_make_a_short_table() -> None:
-    document = hang_document("", [*(_rank(rank, 3) for rank in range(255)), _rank(255)], None)
+    document = hang_document("", [*(_rank(rank, 3) for rank in range(255)), _rank(255)], 60.0)
     assert len(hang_text(document).splitlines()) < 8 and "0-254" in hang_text(document)
     assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert (in_words([3]), in_words([3, 4])) == ("rank 3", "ranks 3-4")
