@@ -49,13 +49,9 @@ class ProfilerOptions:
     """Options of the profiler.
 
     Attributes:
-        every_n_steps: number of steps between two exchanges of records between the ranks.
+        every_n_steps: see :class:`lightning_freescale.BubbleProfiler`, as for ``trace_steps`` and ``torch_profiler_steps``.
         warmup_steps: number of first steps that are left out.
         max_steps: largest number of steps in the report, counted from the end.
-        trace_steps: number of steps in the trace, counted from the end; 0 disables the trace. With more than 64 ranks, the
-            trace has fewer steps: at most 3200 steps times ranks.
-        torch_profiler_steps: number of steps, after the first exchange, that ``torch.profiler`` records. They are part of the
-            trace but not of the report. Each rank also writes torch's own file to the folder ``torch_profiler``.
 
     Raises:
         ValueError: a value is invalid.

@@ -37,7 +37,7 @@ from lightning_freescale.embeddings.overlap.hot_rows import (
     check_hot_rows,
     measure_links,
 )
-from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds
+from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds, anew
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import DirectRoute, RowsToFlag, exchange_flagged
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset, keys_of
@@ -136,7 +136,6 @@ class HotRoute:
         lookup: LookedUp,
         given: SomeRows,
         gradients: Tensor,
-        other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         through = None
         if self.hot_list.begun:
@@ -151,22 +150,21 @@ class HotRoute:
                 given = self.withheld(given)  # a rank of the node sends a request in place of its gradients
             elif hop is not None and given.requested.index.numel():
                 gradients = self._sum(hop.through, hop.asked, gradients, came)
-            sent, other_ids = replace(sent, request=through.request), None
-        heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients, other_ids)
+            sent = replace(sent, request=through.request)
+        heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients)
         return heads, replace(incoming, forwarded=through), came
 
     def serve_anew(
-        self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
+        self, current: RequestedRows, request: RowRequest, updates: bool, asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the nodes of the ranks marked in ``asks``. Their other ranks receive their former rows again.
 
         A proxy requests rows for its whole node, so an owner does not know the rows of one rank.
         """
         if not self.hot_list.begun:
-            return self._direct.serve_anew(current, request, updates, heads, asks)
-        lookup = LookedUp.OTHERS if asks[self._transport.rank] else LookedUp.PREDICTED
-        sent, none = IdsToSend(NextIds.ANNOUNCED, request, before=current), self._near.gradients(0)
-        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, none)
+            return self._direct.serve_anew(current, request, updates, asks)
+        sent, lookup = anew(current, request, asks[self._transport.rank])
+        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, self._near.gradients(0))
         first = self._node * self._near.ranks
         if not asks[self._transport.rank] and any(asks[first : first + self._near.ranks]):
             request = current.request

@@ -95,7 +95,6 @@ class Head(NamedTuple):
     lookup: int  # LookedUp
     ids: int  # number of rows requested from the receiver in this message
     most_ids: int  # largest number of rows that the sender requests from any rank
-    other_ids: int  # number of rows requested from the receiver for the current batch
     gradients: int  # number of rows whose gradients follow
     moves: int  # whether the sender has a gradient of the current batch
     updates: int  # whether an optimizer step follows the current batch
@@ -148,7 +147,12 @@ class IdsToSend:
     before: RequestedRows | None = None  # rows of an earlier message; they stay valid for ranks without a request now
 
 
-_IDS, _MOST_IDS, _OTHER_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "other_ids", "gradients"))
+def anew(current: RequestedRows, request: RowRequest, asks: bool) -> tuple[IdsToSend, LookedUp]:
+    """Return the message of a rank that ``asks`` for other rows of the current batch, or serves ranks that do."""
+    return IdsToSend(NextIds.ANNOUNCED, request, before=current), LookedUp.OTHERS if asks else LookedUp.PREDICTED
+
+
+_IDS, _MOST_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "gradients"))
 _FEWEST_IDS = 1024
 """The initial number of ids that a part has space for. The rest goes in one more exchange, and the space grows for the next."""
 
@@ -176,24 +180,21 @@ class IdExchange:
         lookup: LookedUp,
         given: SomeRows,
         gradients: Tensor,
-        other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows, Tensor]:
         """Send every rank the head, the requested rows and gradients. Collective.
 
         ``given`` are the rows of a batch whose gradients are included, and ``gradients`` those of all its requested rows, shape
-        ``[rows, words]``. ``other_ids`` are the numbers of rows requested from each rank for the current batch.
+        ``[rows, words]``.
 
         Return the heads of all ranks, the rows they request, and the received gradients, shape ``[rows, words]`` for the rows
         in ``given.incoming``. The gradients of a rank that sends none are undefined.
         """
         self._messages = (self._messages + 1) & 0x7FFFFFFF
         most, moves = max(sent.request.sizes), int(sent.moves)
-        head = Head(self._messages, sent.state, lookup, 0, most, 0, 0, moves, int(updates), int(sent.gives_up), sent.evaluated)
+        head = Head(self._messages, sent.state, lookup, 0, most, 0, moves, int(updates), int(sent.gives_up), sent.evaluated)
         numbers = np.empty((self._transport.ranks, len(head) + self._slots), np.int32)
         numbers[:, : len(head)] = head
         numbers[:, _IDS], numbers[:, _GRADIENTS] = sent.request.sizes, given.requested.sizes
-        if other_ids is not None:
-            numbers[:, _OTHER_IDS] = other_ids
         if self._slots:
             numbers[:, len(head) :] = sent.request.slots
         exchange = self._exchange_apart if self._apart else self._exchange_together
@@ -242,20 +243,6 @@ class IdExchange:
         self._transport.count("ids", 4, request.sizes)
         rows = take(received.view(torch.int32).view(-1), slots.words(), asked)
         return answers, rows, take(received, slots.first_rows, gradient_rows)
-
-    def exchange_other(self, request: RowRequest, heads: Sequence[Head], asks: Sequence[bool]) -> IncomingRows:
-        """Exchange the requests for rows of the current batch of the ranks marked in ``asks``. Collective."""
-        slots, mine = self._slots, asks[self._transport.rank]
-        gets = [head.other_ids + slots if asking else 0 for head, asking in zip(heads, asks)]
-        gives = [size + slots if mine else 0 for size in request.sizes]
-        words = request.rows
-        if slots:
-            by_rank = zip(request.slots.int().to(words.device), words.split(request.sizes))
-            words = torch.cat([part for pair in by_rank for part in pair])[: sum(gives)]
-        parts = self._transport.exchange_words(words, gives, gets).split(gets)
-        by_slot = [part[:slots] if asking else part.new_zeros(slots) for part, asking in zip(parts, asks)]
-        sizes = [head.other_ids if asking else 0 for head, asking in zip(heads, asks)]
-        return IncomingRows(torch.cat([part[slots:] for part in parts]).long(), sizes, torch.stack(by_slot).long().cpu())
 
     def _layout(self, ids: Sequence[int], rows: Sequence[int]) -> PartLayout:
         return PartLayout(self._transport.wire.gradients.words, [4 * (self._preamble + count) for count in ids], rows)

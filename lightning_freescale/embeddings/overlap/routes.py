@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.hot_list import HotList
-from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, PartLayout, put, ranges, take
+from lightning_freescale.embeddings.overlap.id_exchange import IdExchange, PartLayout, anew, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import RowTransport
@@ -93,21 +93,21 @@ class DirectRoute:
 
     def __init__(self, transport: RowTransport, local: LocalRows, no_rows: RowRequest) -> None:
         self._transport, self._local, self.no_rows = transport, local, no_rows
-        self._ids = IdExchange(transport, no_rows.slots.shape[1])
-        self.exchange_ids = self._ids.exchange
+        self.exchange_ids = IdExchange(transport, no_rows.slots.shape[1]).exchange
         # the incoming rows if no rank requests any, and an empty part of the rows of a batch
         self.no_incoming = IncomingRows(no_rows.rows.long(), no_rows.sizes, no_rows.slots)
         self.nothing_given = self.all_of(RequestedRows(no_rows, self.no_incoming))
 
     def serve_anew(
-        self, current: RequestedRows, request: RowRequest, updates: bool, heads: Sequence[Head], asks: Sequence[bool]
+        self, current: RequestedRows, request: RowRequest, updates: bool, asks: Sequence[bool]
     ) -> tuple[IncomingRows, Tensor]:
         """Serve the ranks marked in ``asks``, which need other rows of the current batch than they requested before.
 
         Return the incoming rows and the values of ``request``, the rows of this rank if it is marked. With hot rows, the
         incoming rows include those that other ranks of the node have requested before.
         """
-        new = self._ids.exchange_other(request, heads, asks)
+        sent, lookup = anew(current, request, asks[self._transport.rank])
+        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, self._transport.gradients(0))
         return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:

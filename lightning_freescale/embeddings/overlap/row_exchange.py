@@ -97,7 +97,7 @@ class RowExchange:
         if not (predicted and current.announced.submitted):
             lookup, request, wrong = self._ask_for(looked_up, LookedUp.OTHERS)
         sent = self._ids_to_send(known)
-        self._heads, incoming = self._send_ids(sent, current.update.updates, previous, lookup, request.sizes)
+        self._heads, incoming = self._send_ids(sent, current.update.updates, previous, lookup)
         following.requested = RequestedRows(sent.request, incoming)
         self._raise_errors(self._heads, wrong)
         if any(head.lookup == LookedUp.OTHERS for head in self._heads):
@@ -114,14 +114,13 @@ class RowExchange:
         updates: bool,
         previous: Batch | None,
         lookup: LookedUp = LookedUp.PREDICTED,
-        other_ids: Sequence[int] | None = None,
     ) -> tuple[list[Head], IncomingRows]:
         """Exchange heads, ids and the unsent gradients of ``previous``, apply these, and return heads and incoming rows."""
         given, gradients = self._route.nothing_given, self._no_values
         if previous is not None:
             given = previous.gradients.patient or self._route.all_of(previous.requested)
             gradients = gradients if previous.gradients.sums is None else previous.gradients.sums
-        heads, incoming, came = self._route.exchange_ids(sent, updates, lookup, given, gradients, other_ids)
+        heads, incoming, came = self._route.exchange_ids(sent, updates, lookup, given, gradients)
         self._route.count_gradients("non_colliding", given)
         if previous is not None:
             previous.gradients.sums = None
@@ -131,7 +130,7 @@ class RowExchange:
     def _serve_anew(self, current: Batch, request: RowRequest) -> None:
         """Serve the ranks whose lookup differs from the submitted ids, before rows are compared with this batch."""
         asks = [head.lookup == LookedUp.OTHERS for head in self._heads]
-        new, values = self._route.serve_anew(current.requested, request, current.update.updates, self._heads, asks)
+        new, values = self._route.serve_anew(current.requested, request, current.update.updates, asks)
         if asks[self._rank]:
             current.rows = BatchRows(values, request.inverse)
         request = request if asks[self._rank] else current.requested.request
