@@ -122,7 +122,6 @@ class FreeScaleDataModule(TrainerDataModule):
         self.val_dataset, self.test_dataset, self.predict_dataset = val_dataset, test_dataset, predict_dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
-        self.balance_options = arguments.options
         self._arguments = arguments.without_data()
         self.feature_rows: dict[str, int] = {}
         self.histories: Any = None

@@ -30,9 +30,10 @@ class Calibration:
     A fit replaces the costs in use if it predicts unseen times clearly better.
 
     Args:
-        in_use: The cost model that the steps are planned by.
+        in_use: The cost model that the steps are planned by, until a fit replaces it.
 
     Attributes:
+        in_use: The cost model in use after the last window.
         fit: The fit after the last window.
         improved: True if that fit has replaced the costs in use.
         base: The part of a rank's step that its samples do not explain, in the units of the costs in use.
@@ -41,7 +42,7 @@ class Calibration:
     def __init__(self, in_use: CostModel | None = None) -> None:
         self.fit: CostFit | None = None
         self.improved, self.base = False, 0.0
-        self._in_use = in_use or CostModel()
+        self.in_use = in_use or CostModel()
         self._steps: list[tuple[Floats, Floats]] = []
         self._steps_since_better = 0
 
@@ -68,11 +69,11 @@ class Calibration:
         all_sums, all_seconds = (np.concatenate(values) for values in zip(*self._steps))
         rank = np.tile(np.arange(ranks), len(self._steps))
         self.fit = CostModel.fit(all_sums, all_seconds, rank)
-        in_use = all_sums @ np.array(astuple(self._in_use))
+        in_use = all_sums @ np.array(astuple(self.in_use))
         equally_fast = all_seconds / self.fit.slowness[rank]
         explains = any(astuple(self.fit.model))  # False if only the base explains times, which zero costs do as well
         if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks) if in_use.any() else explains:
-            self.improved, self._in_use, self._steps_since_better = True, self.fit.model, 0
+            self.improved, self.in_use, self._steps_since_better = True, self.fit.model, 0
             self.base = self.fit.base
         else:
             self.base = _base_in_costs(in_use, equally_fast)

@@ -150,7 +150,7 @@ def plan_of_step(trainer: Trainer, index: int) -> PlannedStep | None:
     if train is not None:
         base = train.base_in(sampler.epoch)
         since = [refit.model for epoch, refit in sorted(train.refits.items()) if epoch <= sampler.epoch]
-        fitted = base > 0 or (bool(since) and since[-1] is not None)
+        fitted = base > 0 or (bool(since) and since[-1] != CostModel())
     if base:
         found = found.with_base(base, sampler.num_replicas)
     balanced = getattr(sampler, "balance_steps", True)

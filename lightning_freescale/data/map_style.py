@@ -133,17 +133,16 @@ class MapStyleData(SampleCosts):
         window = accumulated if self._shares_windows and world_size > 1 else 1  # a single rank needs no balancing
         sampler = self._sampler = self._sampler_with(self.micro_batches, rank, world_size, window=window, limit=limit)
         for start, refit in sorted(self.refits.items()):
-            self._replan_with(sampler, start, refit)
+            sampler.replan(start, partial(self.refitted_costs, refit.model))
         sampler.resume(*self._resume)
         sampler.set_epoch(max(epoch, self._resume[0]))  # the Trainer may not know its epoch yet
         return sampler
 
     def replan(self, epoch: int, refit: Refit) -> None:
         """Use the result of a calibration from ``epoch`` on. Call this with the same arguments on every rank."""
-        before = self.newest_refit or Refit(None, 0.0)
-        self.refits[epoch] = refit
+        before, self.refits[epoch] = self.newest_refit, refit
         if self._sampler is not None and refit.model != before.model:
-            self._replan_with(self._sampler, epoch, refit)
+            self._sampler.replan(epoch, partial(self.refitted_costs, refit.model))
 
     def pad_from(self, epoch: int, step: int, **plan: Any) -> None:
         """Plan for padded batches from a step on, with options of :meth:`BalancedSampler.pad_from`, on every rank."""
@@ -179,10 +178,6 @@ class MapStyleData(SampleCosts):
         if self._chooses and self._given.options.padding != "batch":
             self.padding, self.padded_length, self.counts_are_settled = self._given.options.padding, None, False
             self._padded_steps.clear()
-
-    def _replan_with(self, sampler: BalancedSampler, epoch: int, refit: Refit) -> None:
-        if refit.model is not None:
-            sampler.replan(epoch, partial(self.refitted_costs, refit.model))
 
     @property
     def epoch_is_cut_anew(self) -> bool:

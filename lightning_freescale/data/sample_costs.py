@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ class Refit:
     """The result of a calibration.
 
     Attributes:
-        model: cost model for the plan; None for the given costs.
-        base: time of a rank's step besides its samples, in the units of ``model`` or of the given costs.
+        model: cost model for the plan.
+        base: time of a rank's step besides its samples, in the units of ``model``.
     """
 
-    model: CostModel | None
-    base: float
+    model: CostModel = field(default_factory=CostModel)  # of cost="auto" before the first calibration
+    base: float = 0.0
 
 
 class SampleCosts:
@@ -47,7 +47,7 @@ class SampleCosts:
         self.costs = self._given_costs(cost, size)
         self.refits: dict[int, Refit] = {}
         self.costs_are_final = False
-        self._units: dict[CostModel | None, float] = {}
+        self._units: dict[CostModel, float] = {}
 
     def costs_by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Return the costs of ``samples``, or of all samples, by another function of the lengths."""
@@ -64,14 +64,14 @@ class SampleCosts:
         return 0.0 if refit is None else refit.base * self._units_of(refit.model)
 
     @property
-    def newest_refit(self) -> Refit | None:
+    def newest_refit(self) -> Refit:
         """The result of the last calibration."""
-        return self.refits[max(self.refits)] if self.refits else None
+        return self.refits[max(self.refits)] if self.refits else Refit()
 
     def costs_fact(self, epoch: int) -> str:
         """Return a hash of the costs in the plan of an epoch."""
         refit = self._refit_in(epoch)
-        costs = self.costs if refit is None or refit.model is None else self.refitted_costs(refit.model)
+        costs = self.costs if refit is None else self.refitted_costs(refit.model)
         return hashlib.sha256(costs.tobytes()).hexdigest()
 
     def refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
@@ -86,8 +86,7 @@ class SampleCosts:
         if self.refuses_refits(state):
             return
         for epoch, values in state["refits"].items():
-            model = None if values["model"] is None else CostModel(**values["model"])
-            self.refits[epoch] = Refit(model, values["base"])
+            self.refits[epoch] = Refit(CostModel(**values["model"]), values["base"])
         self.costs_are_final = state["costs_are_final"] and same_ranks
 
     def refuses_refits(self, state: dict[str, Any]) -> bool:
@@ -106,10 +105,10 @@ class SampleCosts:
             "function of a sample or the costs"
         )
 
-    def _units_of(self, model: CostModel | None) -> float:
+    def _units_of(self, model: CostModel) -> float:
         """Return the factor from the units of a fitted model to those of the given costs."""
         if model not in self._units:
-            fitted = 0.0 if model is None else float(self.costs_by(model).sum())
+            fitted = float(self.costs_by(model).sum())
             self._units[model] = float(self.costs.sum()) / fitted if fitted else 1.0
         return self._units[model]
 

@@ -33,7 +33,7 @@ class Recorder(L.Callback):
     With ``refit`` the costs of the second epoch were fitted, and gave that model.
     """
 
-    def __init__(self, *refit: CostModel | None) -> None:
+    def __init__(self, *refit: CostModel) -> None:
         self.refit, self.recorded = refit, []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
@@ -75,7 +75,7 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
         "balanced": lambda: FreeScaleDataModule(planned, planned.lengths, 4, collate_fn=collate, balance=limited),
         "as drawn": lambda: FreeScaleDataModule(planned, planned.lengths, 4, collate_fn=collate, balance=False),
     }
-    refits: dict[str, tuple[Any, ...]] = {"balanced": (CostModel(),), "as drawn": (None,)}
+    refits: dict[str, tuple[Any, ...]] = {"balanced": (CostModel(),), "as drawn": (CostModel(),)}
 
     def run() -> dict[str, Any]:
         found = {}

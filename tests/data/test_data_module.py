@@ -142,7 +142,7 @@ def test_options_are_sections_of_yaml(tmp_path: Any) -> None:
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
     source = f"source: {tmp_path / 'rows.parquet'}"
     text = "balance: {assignment_mode: slack, tokens: [3, 4], max_tokens_per_rank: 5}"
-    options = _from_yaml(INTERACTIONS, f"{source}, {text}").balance_options
+    options = _from_yaml(INTERACTIONS, f"{source}, {text}")._arguments.options
     assert (options.assignment_mode, options.tokens, options.max_tokens_per_rank) == ("slack", [3, 4], 5)
     for balance in (True, False):
         text = f"balance: {str(balance).lower()}, num_workers: 2, prefetch_factor: 3, batch_size: 1"
@@ -162,7 +162,7 @@ def test_options_are_sections_of_yaml(tmp_path: Any) -> None:
     pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
     text = f"source: {tmp_path}/*.parquet, row_group_window: 1, batch_size: 1, balance: {{assignment_mode: slack}}"
     data = _from_yaml(PARQUET, text)
-    assert data.sampler(0, 2).blocks.window == 1 and data.balance_options.assignment_mode == "slack"
+    assert data.sampler(0, 2).blocks.window == 1 and data._arguments.options.assignment_mode == "slack"
 
 
 # -- the loader that follows a planned sampler

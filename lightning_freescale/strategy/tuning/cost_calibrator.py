@@ -128,8 +128,7 @@ class CostCalibrator:
         self.trainer = trainer
         self._times, self._group = times, group
         self._costs: MapStyleData = data.train
-        before = self._costs.newest_refit
-        self._calibration = Calibration(None if before is None else before.model)
+        self._calibration = Calibration(self._costs.newest_refit.model)
         self._lag = 0 if times.on_host else LAG
         self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, planned cost
         self._found = PredictedAndMeasured()
@@ -171,7 +170,7 @@ class CostCalibrator:
                 fit = self._fit([epoch for epoch, _ in window], everyone)
                 imbalances = (0.0, 0.0) if fit is None else self._imbalances(fit, sampler)
                 if fit is not None:
-                    result = asdict(fit.model) if calibration.improved else None, calibration.base, calibration.frozen
+                    result = asdict(calibration.in_use), calibration.base, calibration.frozen
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
         result, failed = broadcast_from_first_rank((result, failed), self._group)
@@ -180,8 +179,7 @@ class CostCalibrator:
             rank_zero_warn(f"calibration failed on rank 0, so the costs do not change: {failed}")
         elif result is not None:
             model, base, frozen = result
-            before = self._costs.newest_refit or Refit(None, 0.0)
-            self._costs.replan(sampler.epoch + 1, Refit(CostModel(**model) if model else before.model, base))
+            self._costs.replan(sampler.epoch + 1, Refit(CostModel(**model), base))
             self.stopped = self._costs.costs_are_final = frozen
             if fit is not None:
                 self._log(fit, *imbalances, sampler)
