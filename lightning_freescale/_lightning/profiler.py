@@ -74,11 +74,11 @@ def stages_on(timeline: Timeline, strategy: Strategy) -> AbstractContextManager[
 class ProgressLine:
     """A text among the metrics of the Trainer's progress bar; without effect if the Trainer has no bar.
 
-    If the user logs a metric called ``name``, the text is shown as ``freescale/name``.
+    It is shown as ``bubble``, or as ``freescale/bubble`` if the user logs a metric called ``bubble``.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name, self._text = name, ""
+    def __init__(self) -> None:
+        self._text = ""
 
     @contextmanager
     def beside_bar(self, trainer: Trainer) -> Generator[None, None, None]:
@@ -94,7 +94,7 @@ class ProgressLine:
             metrics = run_get_metrics(*args, **kwargs)
             if not self._text:
                 return metrics
-            return {**metrics, f"freescale/{self._name}" if self._name in metrics else self._name: self._text}
+            return {**metrics, "freescale/bubble" if "bubble" in metrics else "bubble": self._text}
 
         # the bar has no public method to add a metric that is not a logged number
         with replaced(bar, {"get_metrics": get_metrics}):

@@ -100,7 +100,7 @@ class BubbleProfiler(Callback):
         self._profiler: StepProfiler | None = None
         self._group: dist.ProcessGroup | None = None
         self._observing = ExitStack()
-        self._line = ProgressLine("bubble")
+        self._line = ProgressLine()
         self._to_log: BubbleReport | None = None
         self._watch: HangWatch | None = None
 

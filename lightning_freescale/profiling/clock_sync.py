@@ -47,7 +47,7 @@ class Alignment:
         self._clock = clock
         self._leads = False
         self._measurements: list[Measurement] = []
-        self._offsets: Offsets | None = None
+        self._offsets: Offsets  # after the first measurement
         self._dropped = 0
 
     def measure_offset(self, group: dist.ProcessGroup | None, rounds: int = 40) -> None:
@@ -71,16 +71,12 @@ class Alignment:
         self._offsets = Offsets(self._measurements)
 
     def to_rank_zero(self, seconds: Seconds) -> Seconds:
-        """Return the time of rank 0's clock at the time ``seconds`` of this rank's clock.
-
-        Raises:
-            RuntimeError: :meth:`measure_offset` was not called.
-        """
-        return _like(seconds, seconds + self._known().offset_at(seconds))
+        """Return the time of rank 0's clock at the time ``seconds`` of this rank's clock, after :meth:`measure_offset`."""
+        return _like(seconds, seconds + self._offsets.offset_at(seconds))
 
     def uncertainty_at(self, seconds: Seconds) -> Seconds:
         """Return the largest error of :meth:`to_rank_zero` at ``seconds``."""
-        margin = self._known().margin_at(seconds)
+        margin = self._offsets.margin_at(seconds)
         return _like(seconds, 0 * margin if self._leads else margin)
 
     def figures(self) -> Mapping[str, float]:
@@ -90,10 +86,10 @@ class Alignment:
         unused round trips, and ``drift`` the seconds that rank 0's clock gains per second, 0 while unknown.
         """
         return {
-            "round_trip_s": min((each.round_trip for each in self._measurements), default=0.0),
+            "round_trip_s": min(each.round_trip for each in self._measurements),
             "syncs": len(self._measurements),
             "rejected": self._dropped + sum(each.rejected for each in self._measurements),
-            "drift": 0.0 if self._offsets is None else self._offsets.drift,
+            "drift": self._offsets.drift,
         }
 
     def _drop_loaded(self) -> None:
@@ -103,11 +99,6 @@ class Alignment:
             if Offsets(others).margin_at(loaded.time) <= loaded.margin:
                 self._measurements = others
                 self._dropped += loaded.rounds
-
-    def _known(self) -> Offsets:
-        if self._offsets is None:
-            raise RuntimeError("Alignment has not measured rank 0's clock. Call measure_offset(group) first, on all ranks")
-        return self._offsets
 
 
 class Offsets:
