@@ -23,6 +23,7 @@ from lightning_freescale.data.streaming.reader import RemainingParts, StreamRead
 from lightning_freescale.data.streaming.steps import AssignedSteps, StreamGroup, StreamStep
 
 _END: Any = object()
+_PREFETCHED = 2  # batches that are prepared ahead of the current step
 _KNOWN_STEPS = 100
 """The number of steps whose descriptions are kept."""
 
@@ -53,7 +54,6 @@ class BalancedStreamLoader:
         collate_fn: function from the list of samples of a step to a batch. Default: torch's ``default_collate``.
         num_workers: as in ``torch.utils.data.DataLoader``.
         drop_last: whether to drop the samples of an incomplete last step.
-        prefetch_batches: number of batches prepared ahead of the current step, at least 1.
         assign_fn: function from the costs of a global batch and the number of ranks to an assignment.
         micro_batches: number of parts of each step; one by default. A step has fewer parts if a rank has fewer samples with a
             weight above 0.
@@ -74,7 +74,6 @@ class BalancedStreamLoader:
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     drop_last: bool = False
-    prefetch_batches: int = 2
     assign_fn: Callable[[NDArray[np.float64], int], Assignment] = assign
     micro_batches: MicroBatchSchedule | None = None
 
@@ -82,9 +81,8 @@ class BalancedStreamLoader:
         if not isinstance(self.dataset, IterableDataset):
             given = type(self.dataset).__name__
             raise ValueError(f"BalancedStreamLoader(dataset={given}): the data set must be a torch.utils.data.IterableDataset")
-        if self.batch_size < 1 or self.prefetch_batches < 1:
-            given = f"batch_size={self.batch_size!r}, prefetch_batches={self.prefetch_batches!r}"
-            raise ValueError(f"BalancedStreamLoader({given}): both must be at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"BalancedStreamLoader(batch_size={self.batch_size!r}): pass a number of samples of at least 1")
         if self.world_size > 1 and self.group is None:
             raise ValueError(
                 f"BalancedStreamLoader(world_size={self.world_size}, group=None): pass a process group of all ranks"
@@ -112,13 +110,13 @@ class BalancedStreamLoader:
         worker = WorkerThread("freescale-stream")
         # Making batches runs collectives. The number of batches made depends only on the number used. Ranks that use the same
         # number therefore run the same collectives, also if all of them stop early.
-        pending = deque(worker.submit(next, batches, _END) for _ in range(self.prefetch_batches))
+        pending = deque(worker.submit(next, batches, _END) for _ in range(_PREFETCHED))
         try:
             while (made := pending.popleft().result()) is not _END:
                 pending.append(worker.submit(next, batches, _END))
                 batch, step = made
                 self._steps[step.step] = step
-                self._steps.pop(step.step - _KNOWN_STEPS - self.prefetch_batches, None)
+                self._steps.pop(step.step - _KNOWN_STEPS - _PREFETCHED, None)
                 yield batch
         finally:
             worker.submit(batches.close)  # after the pending batches; the loader workers must end in the thread

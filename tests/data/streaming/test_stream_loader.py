@@ -240,7 +240,7 @@ def test_state_of_another_loader() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetch_batches": 0}, "prefetch_batches=0"),
+        ({"batch_size": 0}, "batch_size=0"),
         ({"world_size": 2}, "world_size=2, group=None"),
         ({"dataset": [1]}, "dataset=list"),
         ({"cost_fn": lambda sample: 17.0 - sample[1]}, r"cost_fn\(sample\)\[18\] is -1.0"),
@@ -334,11 +334,11 @@ def test_works_ahead_but_not_further() -> None:
             read.append(number)
             return super()._sample(number)
 
-    loader = BalancedStreamLoader(Watched(0, 400), 4, cost_fn=sample_cost, collate_fn=list, prefetch_batches=3)
+    loader = BalancedStreamLoader(Watched(0, 400), 4, cost_fn=sample_cost, collate_fn=list)
     batches = iter(loader)
     for taken in range(1, 6):
         next(batches)
-        done = 4 * (taken + 3 + 1)  # one global batch is read ahead of the last that may be made
+        done = 4 * (taken + 2 + 1)  # one global batch is read ahead of the last that may be made
         deadline = time.monotonic() + 10
         while len(read) < done and time.monotonic() < deadline:
             time.sleep(0.01)
