@@ -34,13 +34,11 @@ class Calibration:
 
     Attributes:
         in_use: The cost model in use after the last window.
-        fit: The fit after the last window.
-        improved: True if that fit has replaced the costs in use.
+        improved: True if the fit after the last window has replaced the costs in use.
         base: The part of a rank's step that its samples do not explain, in the units of the costs in use.
     """
 
     def __init__(self, in_use: CostModel | None = None) -> None:
-        self.fit: CostFit | None = None
         self.improved, self.base = False, 0.0
         self.in_use = in_use or CostModel()
         self._steps: list[tuple[Floats, Floats]] = []
@@ -68,16 +66,16 @@ class Calibration:
             return None
         all_sums, all_seconds = (np.concatenate(values) for values in zip(*self._steps))
         rank = np.tile(np.arange(ranks), len(self._steps))
-        self.fit = CostModel.fit(all_sums, all_seconds, rank)
+        fit = CostModel.fit(all_sums, all_seconds, rank)
         in_use = all_sums @ np.array(astuple(self.in_use))
-        equally_fast = all_seconds / self.fit.slowness[rank]
-        explains = any(astuple(self.fit.model))  # False if only the base explains times, which zero costs do as well
+        equally_fast = all_seconds / fit.slowness[rank]
+        explains = any(astuple(fit.model))  # False if only the base explains times, which zero costs do as well
         if _predicts_better(all_sums, in_use[:, None], equally_fast, ranks) if in_use.any() else explains:
-            self.improved, self.in_use, self._steps_since_better = True, self.fit.model, 0
-            self.base = self.fit.base
+            self.improved, self.in_use, self._steps_since_better = True, fit.model, 0
+            self.base = fit.base
         else:
             self.base = _base_in_costs(in_use, equally_fast)
-        return self.fit
+        return fit
 
 
 def _predicts_better(sums: Floats, in_use: Floats, seconds: Floats, ranks: int) -> bool:

@@ -13,7 +13,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 from lightning_freescale.embeddings.optimizer import UpdateSettings
-from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset
+from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset, joined
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class StepLookups:
         asked_for = self._arrivals[0] if self._arrivals[0].asked_for else None
         known = len(asked_for.came()) if asked_for is not None else 0
         if len(came) > known or (none_is_not_zero and asked_for is not None and known < len(asked_for.sizes)):
-            return _joined([gradient for _, gradient in came]) if came else None, [features for features, _ in came]
+            return joined([gradient for _, gradient in came]).contiguous() if came else None, [features for features, _ in came]
         return asked_for.whole_gradient(dim) if asked_for is not None and came else None, None
 
     def _take_gradients(self, arrival: _Arrival, gradients: list[Tensor | None]) -> None:
@@ -215,11 +215,8 @@ class _Arrival:
         """Return the gradients of all lookups, with zeros where none has arrived."""
         assert self.gradients is not None
         some = next(gradient for gradient in self.gradients if gradient is not None)
-        return _joined([some.new_zeros(size, dim) if g is None else g for g, size in zip(self.gradients, self.sizes)])
-
-
-def _joined(gradients: list[Tensor]) -> Tensor:
-    return torch.cat(gradients) if len(gradients) > 1 else gradients[0].contiguous()
+        given = zip(self.gradients, self.sizes)
+        return joined([some.new_zeros(size, dim) if g is None else g for g, size in given]).contiguous()
 
 
 class _GraphEntry(torch.autograd.Function):

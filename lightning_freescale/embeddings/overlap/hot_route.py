@@ -37,7 +37,7 @@ from lightning_freescale.embeddings.overlap.hot_rows import (
     check_hot_rows,
     measure_links,
 )
-from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds, anew
+from lightning_freescale.embeddings.overlap.id_exchange import Head, IdExchange, IdsToSend, LookedUp, NextIds
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.routes import DirectRoute, RowsToFlag, exchange_flagged
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, IncomingRows, RowRequest, RowSubset, keys_of
@@ -154,29 +154,13 @@ class HotRoute:
         heads, incoming, came = self._direct.exchange_ids(sent, updates, lookup, given, gradients)
         return heads, replace(incoming, forwarded=through), came
 
-    def serve_anew(
-        self, current: RequestedRows, request: RowRequest, updates: bool, asks: Sequence[bool]
-    ) -> tuple[IncomingRows, Tensor]:
-        """Serve the nodes of the ranks marked in ``asks``. Their other ranks receive their former rows again.
-
-        A proxy requests rows for its whole node, so an owner does not know the rows of one rank.
-        """
-        if not self.hot_list.begun:
-            return self._direct.serve_anew(current, request, updates, asks)
-        sent, lookup = anew(current, request, asks[self._transport.rank])
-        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, self._near.gradients(0))
-        first = self._node * self._near.ranks
-        if not asks[self._transport.rank] and any(asks[first : first + self._near.ranks]):
-            request = current.request
-        return new, self.give_rows(RequestedRows(request, new))
-
     def give_rows(self, requested: RequestedRows) -> Tensor:
         if not self.hot_list.begun:
             return self._direct.give_rows(requested)
         through = self._through(requested)
         own, asked = through.places
         came = self._direct.give_rows(RequestedRows(through.request, requested.incoming))
-        rows = came.new_empty(len(requested.request.rows), came.shape[1])
+        rows = came.new_empty(len(through.cold) + len(through.hot.index), came.shape[1])
         rows[through.cold] = came.index_select(0, own)
         passed = came.index_select(0, asked)
         rows[through.hot.index] = self._near.exchange_rows(passed, through.asked.sizes, through.hot.sizes)

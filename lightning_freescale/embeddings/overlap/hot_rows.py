@@ -24,7 +24,6 @@ from lightning_freescale.embeddings.overlap.transport import RowTransport
 HotRowsOption: TypeAlias = int | float | Literal["auto"]
 """See :class:`.OverlapEngine`."""
 
-
 _FEWEST_READERS = 1.125  # per node: with fewer, many rows take two hops for the last few percent of the saving
 _FEWEST_EXTRA = 2  # reads beyond the visits: fewer tell too little of a row
 _WORTH = 8  # near latencies that a list has to save in a step, because the near hop adds messages

@@ -147,11 +147,6 @@ class IdsToSend:
     before: RequestedRows | None = None  # rows of an earlier message; they stay valid for ranks without a request now
 
 
-def anew(current: RequestedRows, request: RowRequest, asks: bool) -> tuple[IdsToSend, LookedUp]:
-    """Return the message of a rank that ``asks`` for other rows of the current batch, or serves ranks that do."""
-    return IdsToSend(NextIds.ANNOUNCED, request, before=current), LookedUp.OTHERS if asks else LookedUp.PREDICTED
-
-
 _IDS, _MOST_IDS, _GRADIENTS = map(Head._fields.index, ("ids", "most_ids", "gradients"))
 _FEWEST_IDS = 1024
 """The initial number of ids that a part has space for. The rest goes in one more exchange, and the space grows for the next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.hot_list import HotList
-from lightning_freescale.embeddings.overlap.id_exchange import IdExchange, PartLayout, anew, put, ranges, take
+from lightning_freescale.embeddings.overlap.id_exchange import IdExchange, PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset
 from lightning_freescale.embeddings.overlap.transport import RowTransport
@@ -97,18 +97,6 @@ class DirectRoute:
         # the incoming rows if no rank requests any, and an empty part of the rows of a batch
         self.no_incoming = IncomingRows(no_rows.rows.long(), no_rows.sizes, no_rows.slots)
         self.nothing_given = self.all_of(RequestedRows(no_rows, self.no_incoming))
-
-    def serve_anew(
-        self, current: RequestedRows, request: RowRequest, updates: bool, asks: Sequence[bool]
-    ) -> tuple[IncomingRows, Tensor]:
-        """Serve the ranks marked in ``asks``, which need other rows of the current batch than they requested before.
-
-        Return the incoming rows and the values of ``request``, the rows of this rank if it is marked. With hot rows, the
-        incoming rows include those that other ranks of the node have requested before.
-        """
-        sent, lookup = anew(current, request, asks[self._transport.rank])
-        _, new, _ = self.exchange_ids(sent, updates, lookup, self.nothing_given, self._transport.gradients(0))
-        return new, self.give_rows(RequestedRows(request, new))
 
     def give_rows(self, requested: RequestedRows) -> Tensor:
         """Send the values of all incoming rows to their requesting ranks; return those requested, shape ``[rows, words]``."""

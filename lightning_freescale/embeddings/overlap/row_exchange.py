@@ -130,7 +130,12 @@ class RowExchange:
     def _serve_anew(self, current: Batch, request: RowRequest) -> None:
         """Serve the ranks whose lookup differs from the submitted ids, before rows are compared with this batch."""
         asks = [head.lookup == LookedUp.OTHERS for head in self._heads]
-        new, values = self._route.serve_anew(current.requested, request, current.update.updates, asks)
+        lookup = LookedUp.OTHERS if asks[self._rank] else LookedUp.PREDICTED
+        sent = IdsToSend(NextIds.ANNOUNCED, request, before=current.requested)
+        nothing = (self._route.nothing_given, self._no_values)
+        _, new, _ = self._route.exchange_ids(sent, current.update.updates, lookup, *nothing)
+        # a proxy requests rows for its whole node, so with hot rows the other ranks of a node get their former rows again
+        values = self._route.give_rows(RequestedRows(request, new))
         if asks[self._rank]:
             current.rows = BatchRows(values, request.inverse)
         request = request if asks[self._rank] else current.requested.request

@@ -45,7 +45,7 @@ class RowRequest:
         of_lookup = [sum(part.numel() for part in parts) for parts in ids]
         parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
         of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # one call for all features of a table
-        keys = _joined([layout.keys(table, _joined([ids for _, ids in run])) for table, run in of_tables])
+        keys = joined([layout.keys(table, joined([ids for _, ids in run])) for table, run in of_tables])
         if dedup:
             return replace(cls.of_keys(keys, layout), of_lookup=of_lookup)
         lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
@@ -176,7 +176,7 @@ def _inverse(order: Tensor, places: Tensor) -> Tensor:
     return inverse
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
