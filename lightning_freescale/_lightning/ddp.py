@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
-from lightning_freescale.comm.rank_notices import attempt_store, has_torchrun_store
+from lightning_freescale.comm.rank_notices import RankNotices, attempt_store, has_torchrun_store, notices_of_ranks
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for one step at most. The default group also
@@ -126,6 +127,38 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
 
 class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     """Base class of strategies for Fabric that shard and wrap the module themselves."""
+
+    _notices: RankNotices | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._notices, self._print_error = notices_of_ranks(self.group_timeout), sys.excepthook
+        sys.excepthook = self._report_and_print
+
+    @override
+    def teardown(self) -> None:
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
+        if sys.excepthook == self._report_and_print:
+            sys.excepthook = self._print_error
+        super().teardown()
+
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Report an error in the block to the other ranks. If another rank caused it, add that rank and its error."""
+        try:
+            yield
+        except BaseException as error:
+            if self._notices is not None:
+                self._notices.tell_or_explain(error)
+            raise
+
+    def _report_and_print(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if self._notices is not None:
+            self._notices.tell_or_explain(error)
+        self._print_error(kind, error, trace)
 
     @property
     def ddp_device_ids(self) -> list[int] | None:

@@ -5,14 +5,16 @@ The ranks exchange notices through their store, beside training: which rank want
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
@@ -22,11 +24,13 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text, sendable
 from lightning_freescale._runtime.worker import start_daemon
+from lightning_freescale.comm.transports.p2p import GlooP2P
 
 Point = tuple[int, int]
 """A place in a run where it can stop. All ranks pass the same points in the same order."""
@@ -36,6 +40,9 @@ ANSWER_SECONDS = 3.0
 """The longest time for which a rank waits for answers of the other ranks or of the store."""
 _AGREE_SECONDS = 0.05
 _TELL_SECONDS = 1.0
+_BLOCKED_SECONDS = 0.25
+_FOREVER = timedelta(days=3650)
+_FAREWELL = 0  # the tag
 _NEVER: Point = (2**62, 0)
 _OF_A_COLLECTIVE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket Timeout"),
@@ -51,15 +58,25 @@ class RankNotices:
     The main thread never uses the store itself, and waits for the thread for a few seconds at most: the process that holds the
     store may be frozen. Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank
     waits at a point for the others to agree where to stop.
+
+    A second thread waits for the farewell of the next rank. Without one, the end of the connection is the end of that process,
+    which the thread reports. If another rank has failed while the main thread is in a call that does not return, the notices
+    close the other connections of this process to the store: a new process group would wait there for all ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
+        others = {connection.getsockname() for connection in _connections(store)}
+        self._shared_store = store
         self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())
+        self._own = {connection.getsockname() for connection in _connections(store)} - others
+        self._ring = GlooP2P(self._store, rank, size, timeout, list(range(size)))
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = False
+        self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = self._hung_up = False
+        self._stopped_for = 0.0  # the longest time in seconds for which this process did not run
+        self._main_at: Any = None  # the place of the main thread at the last look after another rank failed
         self._failure = ""  # the rank that failed first, and why
         self._wish = ""  # why this rank wants all ranks to stop
         self._lock = threading.Lock()
@@ -69,14 +86,26 @@ class RankNotices:
         self.why = ""  # why all ranks stop, once they have agreed
         self._agreed = threading.Event()
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
+        self._watch = start_daemon(self._watch_next, "freescale watch")
+        atexit.register(self._hang_up)  # a thread that waits for a peer while the interpreter exits would crash it
 
     def close(self) -> None:
-        """Notify the other ranks that this rank passes no further point, and end the thread."""
+        """Notify the other ranks that this rank passes no further point and may end, and end the threads."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(self._leave)
             self._jobs.put(None)
             thread.join(ANSWER_SECONDS)  # the thread may be blocked by a store that does not answer
+            with suppress(RuntimeError):
+                self._ring.send(torch.empty(1), (self.rank - 1) % self.size, _FAREWELL).wait(timedelta(seconds=_TELL_SECONDS))
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        atexit.unregister(self._hang_up)
+        self._hung_up = True
+        if self._watch.is_alive():  # not in a forked process
+            self._ring.close_connections()
+            self._watch.join(_TELL_SECONDS)
 
     # -- stop together
 
@@ -149,14 +178,16 @@ class RankNotices:
         """Return the rank that failed first and its error, or the silent ranks and the locations of the others."""
         held = "the ranks' store, which is in rank 0 unless the launcher holds it,"
         try:
+            self._ask(partial(self._answer, place), ANSWER_SECONDS)
             return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
         except NotInTime:
             return self._failure or f"{held} does not answer: its process is frozen"
         except RuntimeError:
+            if self._stopped_for > ANSWER_SECONDS and not self._failure:
+                return f"rank {self.rank}, this one, did not run for {self._stopped_for:.0f} s, and the other ranks have ended"
             return self._failure or f"{held} does not exist any more: its process has ended"
 
     def _inquire(self, place: str) -> str:
-        self._answer(place)
         self._store.set("report", "1")
         self._store.set("alarm", "1")
         silent, began = set(range(self.size)), time.monotonic()
@@ -168,7 +199,7 @@ class RankNotices:
                 return self._failure
             silent = {rank for rank in silent if not self._store.check([f"here/{rank}"])}
             time.sleep(_AGREE_SECONDS)
-        missing = [f"rank {rank} does not answer: its process has ended, or is frozen" for rank in sorted(silent)]
+        missing = [f"rank {rank} does not answer: its process is frozen, or unreachable" for rank in sorted(silent)]
         answered = [rank for rank in range(self.size) if rank not in silent]
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
         return self._publish("; ".join([*missing, f"locations of the ranks: {', '.join(places)}"]), len(answered))
@@ -178,29 +209,54 @@ class RankNotices:
 
         ``readers`` is the number of ranks that read it, this one included.
         """
-        self._store.set("hearers", str(readers))
-        self._store.compare_set("failure", "", failure)
-        self._store.set("alarm", "1")
+        self._announce(failure, readers)
         self._read_failure()
         self._wait_until_read()
         return self._failure
 
+    def _announce(self, failure: str, readers: int) -> None:
+        self._store.compare_set("failure", "", json.dumps([failure, readers]))
+        self._store.set("alarm", "1")
+
     def _wait_until_read(self) -> None:
         if self.rank != 0:  # the store may end with the process of rank 0
             return
-        began, ranks = time.monotonic(), int(self._store.get("hearers"))
+        began, ranks = time.monotonic(), json.loads(self._store.get("failure"))[1]
         while self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
             time.sleep(_AGREE_SECONDS)
 
     def _read_failure(self) -> None:
         if not self._failure and self._store.check(["failure"]):
-            self._failure = self._store.get("failure").decode()
+            self._failure = json.loads(self._store.get("failure"))[0]
             self._store.add("heard", 1)
             self._agreed.set()  # a failed rank never agrees where to stop
 
     def _answer(self, place: str) -> None:
         self._answered = True
         self._store.set(f"here/{self.rank}", sendable(place))
+
+    # -- the end of a process
+
+    def _watch_next(self) -> None:
+        following = (self.rank + 1) % self.size
+        try:
+            self._ring.receive(torch.empty(1), following, _FAREWELL).wait(_FOREVER)
+        except RuntimeError:
+            if not self._hung_up:
+                with suppress(RuntimeError):  # the store has ended with that process
+                    self._announce(f"rank {following} has ended: it was killed, or exited without an error", self.size - 1)
+                self._jobs.put(self._look)
+
+    def _end_wait(self) -> None:
+        """End a wait of the main thread in the store, if it has not moved since the last call."""
+        frame = sys._current_frames().get(self._main)
+        place = frame and (id(frame), frame.f_lasti)
+        if place == self._main_at:
+            for connection in _connections(self._shared_store):
+                if connection.getsockname() not in self._own:
+                    with suppress(OSError):  # it has ended meanwhile
+                        connection.shutdown(socket.SHUT_RDWR)
+        self._main_at = place
 
     # -- the thread
 
@@ -213,10 +269,13 @@ class RankNotices:
 
     def _work(self) -> None:
         while True:
+            began, agrees = time.monotonic(), self._stopping and not self._agreed.is_set()
+            wait = _AGREE_SECONDS if agrees else _BLOCKED_SECONDS if self._failure and not self._failed else POLL_SECONDS
             try:
-                job = self._jobs.get(timeout=_AGREE_SECONDS if self._stopping and not self._agreed.is_set() else POLL_SECONDS)
+                job = self._jobs.get(timeout=wait)
             except Empty:
                 job = self._look
+            self._stopped_for = max(self._stopped_for, time.monotonic() - began - wait)
             if job is None:
                 return
             try:
@@ -233,6 +292,8 @@ class RankNotices:
         if not self._agreed.is_set() and (self._stop_requested or self._stopping or self._store.check(["stop"])):
             self._agree()
         self._read_failure()
+        if self._failure and not self._failed:
+            self._end_wait()
         if not self._answered and self._store.check(["report"]):
             frame = sys._current_frames().get(self._main)
             self._answer(place_in_code(traceback.extract_stack(frame)))
@@ -242,8 +303,32 @@ def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
     """Return the notices of the default group's ranks; None for a single rank. Every rank must make the same calls."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    barrier = partial(dist.barrier, device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+    barrier()  # gloo, while it connects, does not notice that a rank has ended
     store = dist.distributed_c10d._get_default_store()
-    return RankNotices(store, dist.get_rank(), dist.get_world_size(), timeout or dist.default_pg_timeout)
+    notices = RankNotices(store, dist.get_rank(), dist.get_world_size(), timeout or dist.default_pg_timeout)
+    try:
+        barrier()  # no rank can fail before all can learn why
+    except RuntimeError as error:
+        notices.tell_or_explain(error)
+        notices.close()
+        raise
+    return notices
+
+
+def _connections(store: dist.Store) -> Iterator[socket.socket]:
+    """Yield the connections of this process to the store. torch has no other way to end a wait in the store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # of other files, and of sockets without a connection
+            connection = socket.socket(fileno=int(name))
+            try:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
+                    yield connection
+            finally:
+                connection.detach()
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:

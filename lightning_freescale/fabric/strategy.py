@@ -133,16 +133,18 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        found = self._find(module)
-        if not found:
-            return super().setup_module_and_optimizers(module, optimizers, scheduler)
-        refuse_several_optimizers(optimizers)
-        return self._set_up(module, found, optimizers[0]), optimizers, scheduler
+        with self.reporting_failures():
+            found = self._find(module)
+            if not found:
+                return super().setup_module_and_optimizers(module, optimizers, scheduler)
+            refuse_several_optimizers(optimizers)
+            return self._set_up(module, found, optimizers[0]), optimizers, scheduler
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        found = self._find(module)
-        return self._set_up(module, found, None) if found else super().setup_module(module)
+        with self.reporting_failures():
+            found = self._find(module)
+            return self._set_up(module, found, None) if found else super().setup_module(module)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

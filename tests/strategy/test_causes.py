@@ -18,11 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale._lightning.ddp import process_group_timeout
 from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers import recommender
+from tests.helpers.fabric_loop import fabric_for
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 SECONDS = 15.0
@@ -42,6 +46,7 @@ ENDS: dict[str, Callable[[], None]] = {
     "is interrupted": _raise(KeyboardInterrupt),
     "exits": lambda: sys.exit("the needle"),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "ends with 0": lambda: os._exit(0),
     "freezes": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleeps": lambda: time.sleep(1000),
@@ -49,17 +54,40 @@ ENDS: dict[str, Callable[[], None]] = {
 
 
 class Fails(Recommender):
-    """A rank ends in some way, the third time a hook is called."""
+    """A rank ends in some way, the third time a hook is called, or in a hook before training."""
 
     def __init__(self, victim: int, hook: str, how: str) -> None:
         super().__init__()
-        self.victim, self.hook, self.how, self.left = victim, hook, how, 3
+        self.victim, self.hook, self.how = victim, hook, how
+        self.left = 1 if hook in STARTS else 3
+        tables = recommender.tables()
+        for table in tables:
+            table.init_fn = self.init_table
+        self.net.embeddings = EmbeddingCollection(tables=tables, device=torch.device("meta"))
 
     def fail_in(self, hook: str) -> None:
-        if hook == self.hook and self.global_rank == self.victim:
+        if hook == self.hook and dist.get_rank() == self.victim:
             self.left -= 1
             if self.left == 0:
                 ENDS[self.how]()
+
+    def setup(self, stage: str) -> None:
+        self.fail_in("setup")
+
+    def configure_model(self) -> None:
+        self.fail_in("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.fail_in("configure_optimizers")
+        return super().configure_optimizers()
+
+    def init_table(self, weight: torch.Tensor) -> None:
+        if not weight.is_meta:
+            self.fail_in("init_fn")
+        nn.init.uniform_(weight)
+
+    def on_fit_start(self) -> None:
+        self.fail_in("on_fit_start")
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         self.fail_in("training_step")
@@ -67,6 +95,9 @@ class Fails(Recommender):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.fail_in("on_before_optimizer_step")
+
+
+STARTS = ("setup", "configure_model", "configure_optimizers", "init_fn", "on_fit_start", "Fabric", "Fabric.setup")
 
 
 class CannotTell(Fails):
@@ -103,9 +134,9 @@ def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float 
     run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate_or_fail))
 
 
-def _errors(size: int, *args: Any, timeout: float = 90.0) -> dict[int, str]:
+def _errors(size: int, *args: Any, timeout: float = 90.0, start: Callable[..., None] = _fit) -> dict[int, str]:
     with pytest.raises(RankFailed) as failure:
-        run_distributed(_fit, size, *args, timeout=timeout, init=False)  # the strategy makes the default group
+        run_distributed(start, size, *args, timeout=timeout, init=False)  # the strategy makes the default group
     parts = ("\n" + str(failure.value)).split("\nrank ")
     found: dict[int, str] = {}
     for part in parts[1:]:  # an error may have lines that begin so, too
@@ -117,7 +148,7 @@ def _errors(size: int, *args: Any, timeout: float = 90.0) -> dict[int, str]:
     return found
 
 
-SILENT = "rank 1 does not answer"
+ENDED = "rank 1 has ended"
 
 
 @pytest.mark.usefixtures("patient")
@@ -131,26 +162,60 @@ SILENT = "rank 1 does not answer"
         ("embedding_ids", "raises", "KeyError: 'the needle'", True),
         ("training_step", "is interrupted", "KeyboardInterrupt: the needle", False),
         ("callback", "exits", "SystemExit: the needle", True),
-        ("training_step", "is killed", SILENT, True),
-        pytest.param("callback", "ends with 0", SILENT, True, marks=pytest.mark.slow),
+        ("training_step", "is killed", ENDED, True),
+        pytest.param("callback", "ends with 0", ENDED, True, marks=pytest.mark.slow),
     ],
 )
 def test_survivors_name_rank_and_cause(hook: str, how: str, cause: str, overlap: bool) -> None:
     errors = _errors(3, 1, hook, how, overlap)
     assert set(errors) == {0, 1, 2}
     for survivor in (0, 2):
-        assert (cause if cause == SILENT else f"rank 1 has failed first: {cause}") in errors[survivor], errors[survivor]
+        assert (cause if cause == ENDED else f"rank 1 has failed first: {cause}") in errors[survivor], errors[survivor]
         assert len(errors[survivor]) < 50_000
         assert "rank 1 " in errors[survivor].rstrip().splitlines()[-1]
-    assert cause == SILENT or cause[:20] in errors[1]
+    assert cause == ENDED or cause[:20] in errors[1]
     assert hook != "embedding_ids" or "CannotTell.embedding_ids" in errors[1]
 
 
+def _start(victim: int, hook: str, how: str) -> None:
+    """Start training under Lightning Fabric as a script does: Python reports errors that it does not catch."""
+    fabric = fabric_for(timeout=timedelta(seconds=1000))
+    module = Fails(victim, hook, how)
+    try:
+        module.fail_in("Fabric")
+        fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+        module.fail_in("Fabric.setup")
+        fabric.barrier()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        raise
+
+
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("profiled", [True, False])
-def test_a_rank_that_fails_where_training_starts_leaves_no_other_waiting_for_a_group(profiled: bool) -> None:
-    errors = _errors(3, 1, "on_train_start", "raises", True, 1000.0, profiled)
-    assert all("rank 1 has failed first: KeyError: 'the needle'" in errors[survivor] for survivor in (0, 2))
+@pytest.mark.parametrize(
+    ("start", "size", "victim", "hook", "how"),
+    [
+        (_fit, 3, 1, "on_train_start", "raises"),
+        (_fit, 3, 1, "configure_model", "raises"),
+        (_fit, 2, 1, "configure_optimizers", "is killed"),
+        (_start, 3, 1, "init_fn", "raises"),
+        *(
+            pytest.param(start, size, victim, hook, how, marks=pytest.mark.slow)
+            for start, hooks in ((_fit, STARTS[:5]), (_start, STARTS[-2:]))
+            for size, victim in ((2, 0), (3, 2))
+            for hook in hooks
+            for how in ("raises", "is killed", "is terminated")
+        ),
+    ],
+)
+def test_a_rank_that_fails_before_training_leaves_no_other_waiting(
+    start: Callable[..., None], size: int, victim: int, hook: str, how: str
+) -> None:
+    options = (True, 1000.0, hook == "on_train_start") if start is _fit else ()
+    errors = _errors(size, victim, hook, how, *options, start=start)
+    cause = f"rank {victim} has failed first: KeyError: 'the needle'" if how == "raises" else f"rank {victim} has ended"
+    for survivor in set(range(size)) - {victim}:
+        assert cause in errors[survivor] or (victim == 0 and how != "raises" and STORE in errors[survivor]), errors[survivor]
 
 
 def test_groups_beside_the_default_one_have_a_shorter_timeout_unless_one_is_given() -> None:

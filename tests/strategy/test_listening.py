@@ -53,9 +53,9 @@ def _fit(planned: bool, folder: str | None) -> list[int]:
 @pytest.mark.parametrize(
     ("planned", "profiled", "groups"),
     [
-        (False, False, 4),  # torch's default group, TorchRec's exchanges, those of the collection, the plan's
-        (True, False, 4),
-        (True, True, 5),  # and the profiler's
+        (False, False, 5),  # torch's default group, the notices, TorchRec's exchanges, those of the collection, the plan's
+        (True, False, 5),
+        (True, True, 6),  # and the profiler's
     ],
 )
 def test_every_group_that_a_fit_needs_has_one_socket(planned: bool, profiled: bool, groups: int, tmp_path: Path) -> None:
