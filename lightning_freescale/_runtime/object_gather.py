@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pickle import UnpicklingError
 from threading import Lock
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lightning_freescale._runtime.error_text import error_text
 
 _NUMPY: list[Any] = [
     np.ndarray,
@@ -35,6 +38,27 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
         ValueError: a value holds an object of another type; raised on every rank.
     """
     return [_read(rank, content) for rank, content in enumerate(gather_bytes(_write(value), group))]
+
+
+def together(do: Callable[[], Any] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the results of ``do`` on all ranks, None for a rank without it. If it fails on one rank, all ranks raise.
+
+    Collective on ``group``; None is this rank alone.
+
+    Raises:
+        RuntimeError: the text is ``what``, followed by the failed ranks and their errors.
+    """
+    done, error = None, None
+    try:
+        done = None if do is None else do()
+    except Exception as raised:
+        error = raised
+    mine = done, error and error_text(error)
+    found = [mine] if group is None else gather_objects(mine, group)
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
+    if failed:
+        raise RuntimeError(f"{what}: {'; '.join(failed)}") from error
+    return [done for done, _ in found]
 
 
 def gather_on_first_rank(value: Any) -> list[Any]:

@@ -59,10 +59,26 @@ def written(path: Path) -> Iterator[SummedFile]:
 @contextmanager
 def replacing(path: Path) -> Iterator[SummedFile]:
     """Yield a file beside ``path`` that replaces ``path`` if the context ends without an error."""
-    with claimed(path) as beside:
+    with naming(path), claimed(path) as beside:
         with written(beside) as file:
             yield file
         replace_path(beside, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in an OSError of a write. Raise the first error if torch's zip writer has raised another one after it."""
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        while error.__context__ is not None and "inline_container" in str(error):
+            error = error.__context__
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        if error is raised:
+            raise
+        raise error from error.__cause__
 
 
 @contextmanager

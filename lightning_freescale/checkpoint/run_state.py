@@ -66,8 +66,8 @@ def restore_accumulated(
         engine.restore_accumulated(mine["tables"])
 
 
-def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
-    """Return the random states of torch, ``device``, NumPy and Python by rank. Collective on the default group."""
+def gather_random_states(device: torch.device, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Return the random states of torch, ``device``, NumPy and Python by rank. Collective, by default on the default group."""
     numpy_state: Any = np.random.get_state()
     _, keys, position, has_gauss, gauss = numpy_state
     mine = {
@@ -76,7 +76,7 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
         "numpy": (torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "python": random.getstate(),
     }
-    return gather_objects(mine)
+    return gather_objects(mine, group)
 
 
 def set_random_state(states: list[dict[str, Any]], device: torch.device) -> None:

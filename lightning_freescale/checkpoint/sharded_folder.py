@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale._runtime.error_text import error_text
+from lightning_freescale._runtime.object_gather import together
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import partial_files, single_file
 from lightning_freescale.checkpoint.held_files import MANIFEST, HeldFiles
@@ -65,8 +66,6 @@ _IN_METADATA = {
 }
 """The names that DCP's pickled metadata may contain, by module. Dtypes of torch are allowed, too."""
 
-T = TypeVar("T")
-
 
 def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
     """Write a checkpoint with this rank's pieces, ``spread``, of its deferred tensors. Collective on ``group``, a CPU group.
@@ -77,6 +76,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
     rank, what = 0 if group is None else group.rank(), f"the checkpoint {folder} could not be written"
     sums: dict[str, dict[str, int]] = {}  # of the files that this rank has written
 
+    @partial_files.naming(folder)
     def begin() -> str:
         beside = partial_files.folder_of(claim.enter_context(partial_files.claimed(folder)))
         beside.mkdir()
@@ -93,6 +93,7 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
                 "that all ranks share. Without one, use FreeScaleStrategy(checkpoint='single')."
             )
 
+    @partial_files.naming(folder)
     def end() -> None:
         tensors = {_name_of(key): _described(held, key) for held in spread for key in held.keys}
         content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
@@ -103,20 +104,31 @@ def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensor
 
     with ExitStack() as claim:
         # rank 0 chooses the name, so ranks of two jobs never write into one folder
-        beside = Path(_together(begin if rank == 0 else None, what, group)[0])
-        _together(look, what, group)
-        sums |= write_pieces(beside, [piece for held in spread for piece in held.own], group)
-        files = _together(lambda: sums, what, group)
-        _together(end if rank == 0 else None, what, group)
+        beside = Path(together(begin if rank == 0 else None, what, group)[0])
+        together(look, what, group)
+        sums |= write_pieces(beside, [piece for held in spread for piece in held.own], what, group)
+        files = together(lambda: sums, what, group)
+        together(end if rank == 0 else None, what, group)
 
 
 def write_pieces(
-    folder: Path, pieces: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None
+    folder: Path, pieces: Sequence[tuple[Piece, Tensor]], what: str, group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, int]]:
-    """Write this rank's pieces, and return the size and checksum of each file that this rank has written. Collective."""
-    writer, files = dcp.FileSystemWriter(folder), _SummedFiles()
+    """Write this rank's pieces, and return the size and checksum of each file that this rank has written. Collective.
+
+    If a rank fails, all ranks raise ``what``, see :func:`.together`.
+    """
+    writer, files = _Writer(folder), _SummedFiles()
     writer.fs = files
-    dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
+    try:
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
+    except dcp.api.CheckpointException as error:
+        errors = {rank: raised for rank, (raised, _) in error.failures.items()}
+        mine = errors.get(0 if group is None else group.rank())
+        if mine is not None and not isinstance(mine, Exception):  # such as KeyboardInterrupt
+            raise mine from None
+        failed = [f"rank {rank}: {error_text(raised)}" for rank, raised in sorted(errors.items())]
+        raise RuntimeError(f"{what}: {'; '.join(failed)}") from mine
     return files.sums
 
 
@@ -190,21 +202,6 @@ def _crc_of_file(path: Path) -> int:
         while part := file.read(_READ_AT_ONCE):
             found = zlib.crc32(part, found)
     return found
-
-
-def _together(do: Callable[[], T] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the results of ``do`` on all ranks; raise on every rank if ``do`` raised on one. Collective."""
-    done, error = None, None
-    try:
-        done = None if do is None else do()
-    except (OSError, RuntimeError) as raised:
-        error = raised
-    mine = done, error and f"{type(error).__name__}: {error}"
-    found = [mine] if group is None else gather_objects(mine, group)
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-    if failed:
-        raise RuntimeError(f"{what}: {'; '.join(failed)}") from error
-    return [done for done, _ in found]
 
 
 class _StoredPieces:
@@ -294,6 +291,18 @@ class _SummedFiles(FileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        with partial_files.naming(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    @override
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        with partial_files.naming(Path(self.path)):
+            super().finish(metadata, results)
 
 
 class _SavePlanner(DefaultSavePlanner):

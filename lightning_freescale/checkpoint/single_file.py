@@ -5,6 +5,7 @@ Writing is atomic. The tables are written one by one and mapped into memory for 
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTens
 
 _READ_AT_ONCE = 1 << 20
 _IS_FOLDER = 16  # an attribute of a record; torch does not read a record with it
+_PART_BYTES = 1 << 26
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
@@ -28,24 +30,25 @@ _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
     """Write a checkpoint with the values of its deferred tensors on rank 0. Collective.
 
-    The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk. If rank 0 raises an
-    OSError, for example because the disk is full, the other ranks raise a RuntimeError.
+    The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk. If rank 0 cannot write, or
+    a rank has too little memory, all ranks raise a RuntimeError.
     """
     if dist.get_rank():
         deferred.serve()
         return
-    failed = True
     try:
         with partial_files.replacing(path) as file:
             save(checkpoint, file, deferred)
-        failed = False
-    finally:
-        deferred.finish(failed)
+    except Exception as error:
+        deferred.finish(error)
+        raise
+    deferred.finish()
 
 
 def save(checkpoint: Mapping[str, Any], file: Any, deferred: Deferral) -> None:
     """Save like ``torch.save``, but fetch the values of each deferred tensor when it is written."""
-    with torch.serialization._open_zipfile_writer(file) as archive:
+    in_parts: Any = _InParts(file, deferred)
+    with torch.serialization._open_zipfile_writer(in_parts) as archive:
         filling = _Filling(archive, deferred)
         torch.serialization._save(checkpoint, filling, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
 
@@ -96,6 +99,29 @@ def _compare_readers(path: Path, archive: zipfile.ZipFile) -> None:
             reader.get_record_offset(name)
             if not name.startswith("data/") and reader.get_record(name) != archive.read(record):
                 raise ValueError(f"the directory has other places for the record {name}")
+
+
+class _InParts:
+    """A file that is written in parts. Each part is on the disk before the next one begins, so it takes seconds.
+
+    Python handles signals between parts, and the timeout of the waiting ranks begins again.
+    """
+
+    def __init__(self, file: Any, deferred: Deferral) -> None:
+        self._file, self._deferred, self._unsynced = file, deferred, 0
+
+    def write(self, data: memoryview) -> int:
+        for start in range(0, len(data), _PART_BYTES):
+            self._unsynced += self._file.write(data[start : start + _PART_BYTES])
+            if self._unsynced >= _PART_BYTES:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._unsynced = 0
+                self._deferred.wait_longer()
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class _Filling:

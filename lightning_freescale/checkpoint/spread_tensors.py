@@ -6,7 +6,7 @@ A placeholder delays the gathering of its tensor until the checkpoint is written
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects, together
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard
 
@@ -24,7 +24,7 @@ Key = tuple[str, ...]
 """The key of a tensor: the key of a table for its weight, followed by the name of a state for an optimizer state."""
 
 _MESSAGE_BYTES = 1 << 24
-_DONE, _FAILED = -1, -2
+_DONE, _WAIT = -1, -2
 _HARMLESS = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.dim}  # type: ignore[attr-defined]
 
 
@@ -75,7 +75,7 @@ class SpreadTensors:
     """
 
     def __init__(self, own: Sequence[tuple[Piece, Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.own, self._group, self._device = list(own), group, device
+        self.own, self.group, self._device = list(own), group, device
         mine = [piece.as_numbers() for piece, _ in own]
         of_ranks = [mine] if group is None else gather_objects(mine, group)
         self._held: dict[Key, list[tuple[int, int, Piece]]] = {}  # rank, and index among the pieces of that rank
@@ -95,43 +95,47 @@ class SpreadTensors:
         """Return the first piece of a tensor, identical on all ranks, for the attributes that all pieces share."""
         return self._held[key][0][2]
 
-    def gather(self, key: Key) -> Tensor | None:
-        """Return a whole tensor on the CPU of rank 0, None on other ranks. Collective."""
-        me = 0 if self._group is None else self._group.rank()
-        whole = torch.empty(self.piece(key).shape, dtype=self.piece(key).dtype) if me == 0 else None
+    def gather(self, key: Key, failure: str = "a table could not be gathered") -> Tensor | None:
+        """Return a whole tensor on the CPU of rank 0, None on other ranks. Collective.
+
+        All ranks allocate memory before one sends. If a rank cannot, all ranks raise ``failure``, see :func:`.together`.
+        """
+        me, dtype = 0 if self.group is None else self.group.rank(), self.piece(key).dtype
+        whole, message = torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
+
+        def allocate() -> None:
+            nonlocal whole, message
+            if me == 0:
+                whole = torch.empty(self.piece(key).shape, dtype=dtype)
+            sizes = [parts[0].numel() for _, _, parts in self._messages(key, me, whole)]
+            message = torch.empty(max(sizes, default=0), dtype=dtype, device=self._device)
+
+        together(allocate, failure, self.group)
         for rank, number, piece in self._held[key]:
-            if whole is None:
-                if rank == me:
-                    self._send(self.own[number][1])
-            elif rank == 0:
+            if rank == me == 0:
                 piece.write(self.own[number][1], whole)
-            else:
-                self._receive(rank, piece, whole)
-        return whole
+        for rank, piece, parts in self._messages(key, me, whole):
+            for number, part in enumerate(parts):
+                buffer = message[: part.numel()].view(part.shape)
+                if me:
+                    dist.send(buffer.copy_(part), 0, group=self.group)
+                else:
+                    dist.recv(buffer, rank, group=self.group)
+                    piece.write(buffer, whole, after=number * len(parts[0]))
+        return None if me else whole
 
     def gather_all(self) -> dict[Key, Tensor]:
         """Return all whole tensors on rank 0, an empty dict on other ranks. Collective."""
         found = ((key, self.gather(key)) for key in self.keys)
         return {key: whole for key, whole in found if whole is not None}
 
-    def _send(self, value: Tensor) -> None:
-        if value.numel():
-            for rows in value.contiguous().split(_rows_per_message(value)):
-                dist.send(rows.to(self._device), 0, group=self._group)
-
-    def _receive(self, owner: int, piece: Piece, whole: Tensor) -> None:
-        rows, columns = piece.place[0].stop - piece.place[0].start, piece.columns(whole)
-        if not rows or not columns.numel():
-            return
-        most = _rows_per_message(columns)
-        for start in range(0, rows, most):
-            buffer = torch.empty((min(most, rows - start), *columns.shape[1:]), dtype=piece.dtype, device=self._device)
-            dist.recv(buffer, owner, group=self._group)
-            piece.write(buffer, whole, after=start)
-
-
-def _rows_per_message(values: Tensor) -> int:
-    return max(1, _MESSAGE_BYTES // values[0].nbytes)
+    def _messages(self, key: Key, me: int, whole: Tensor) -> Iterator[tuple[int, Piece, tuple[Tensor, ...]]]:
+        """Yield the pieces that this rank, ``me``, sends or receives, each with its owner and its parts of one message each."""
+        for rank, number, piece in self._held[key]:
+            if rank and me in (0, rank):
+                values = self.own[number][1].detach() if me else piece.columns(whole)[piece.place[0]]
+                if values.numel():
+                    yield rank, piece, values.split(max(1, _MESSAGE_BYTES // values[0].nbytes))
 
 
 class DeferredTensor(Tensor):
@@ -199,15 +203,27 @@ class Deferral(ABC):
     def fetch(self, number: int) -> Tensor:
         """Return the values of a placeholder."""
 
+    def wait_longer(self) -> None:  # noqa: B027 (without other ranks there is nothing to do)
+        """Begin the timeout of waiting ranks again, because this rank still writes."""
+
 
 class DeferredTensors(Deferral):
-    """Placeholders for the tensors ``held``, divided among the ranks. Rank 0 requests their values from the others."""
+    """Placeholders for the tensors ``held``, divided among the ranks. Rank 0 requests their values from the others.
 
-    def __init__(self, device: torch.device) -> None:
+    ``failure`` is the beginning of errors, such as "the checkpoint ... could not be written".
+    """
+
+    def __init__(self, failure: str) -> None:
         super().__init__()
-        self._device = device
+        self._failure = failure
         self.held: list[SpreadTensors] = []
         self._sources: list[SpreadTensors] = []
+        self._in_step = True  # whether the other ranks wait for a request of rank 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the tables, or the default group, which may have a longer timeout, if there are none."""
+        return self.held[0].group if self.held else dist.group.WORLD
 
     def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:
         """Return a placeholder for each of the tensors, by key."""
@@ -218,24 +234,35 @@ class DeferredTensors(Deferral):
 
     @override
     def fetch(self, number: int) -> Tensor:
-        self._broadcast(number)
-        whole = self._sources[number].gather(self._tensors[number].key)
+        whole = self._request(lambda: number)
         assert whole is not None
         return whole
 
-    def finish(self, failed: bool) -> None:
-        """Signal the other ranks that rank 0 needs no more values."""
-        self._broadcast(_FAILED if failed else _DONE)
+    @override
+    def wait_longer(self) -> None:
+        self._request(lambda: _WAIT)
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Signal the other ranks that rank 0 needs no more values. After an error of rank 0, all ranks raise a RuntimeError."""
+
+        def end() -> int:
+            if error is not None:
+                raise error
+            return _DONE
+
+        if self._in_step:
+            self._request(end)
 
     def serve(self) -> None:
-        """Send the values that rank 0 requests until it calls :meth:`finish`; raise a RuntimeError if it has failed."""
-        while (number := int(self._broadcast(0))) >= 0:
-            self._sources[number].gather(self._tensors[number].key)
-        if number == _FAILED:
-            raise RuntimeError("rank 0 could not write the checkpoint. See the error on rank 0 for the reason.")
+        """Send the values that rank 0 requests until it calls :meth:`finish`."""
+        while self._in_step:
+            self._request(None)
 
-    def _broadcast(self, number: int) -> Tensor:
-        """Return the number that rank 0 passes. Rank 0 does not wait for it: another rank may have failed."""
-        message = torch.tensor([number], device=self._device)
-        dist.broadcast(message, src=0)
-        return message
+    def _request(self, request: Callable[[], int] | None) -> Tensor | None:
+        """Do what rank 0 requests; other ranks pass None. Collective."""
+        self._in_step, whole = False, None
+        number = together(request, self._failure, self.group)[0]
+        if number >= 0:
+            whole = self._sources[number].gather(self._tensors[number].key, self._failure)
+        self._in_step = number != _DONE
+        return whole

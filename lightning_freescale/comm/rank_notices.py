@@ -161,16 +161,18 @@ class RankNotices:
     def tell_or_explain(self, error: BaseException) -> None:
         """Report the error of this rank to the others. If a collective failed, add the cause on another rank to the error.
 
-        Only the first error counts. The call takes a few seconds at most and raises nothing.
+        Only the first error counts. The call takes a few seconds at most and raises nothing. An attribute ``during`` of the
+        error says what the rank was doing.
         """
         if self._failed:
             return
-        self._failed = True
+        self._failed, during = True, getattr(error, "during", "")
         if _is_of_a_collective(error):
             text = " ".join(str(argument) for argument in error.args)
-            error.args = (f"{text}\n{self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))}",)
+            cause = self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))
+            error.args = (f"{text}\n{cause}{during and f' (rank {self.rank} noticed it{during})'}",)
             return
-        text = f"rank {self.rank} has failed first: {error_text(error)}"
+        text = f"rank {self.rank} has failed first{during}: {error_text(error)}"
         with suppress(NotInTime, RuntimeError):
             self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
 

@@ -37,7 +37,7 @@ class CheckpointFiles:
         self._thread = WorkerThread("freescale checkpoint")
         self._pending: Future[Any] | None = None
 
-    def set_up(self, timeout: timedelta | None) -> None:
+    def set_up(self, timeout: timedelta) -> None:
         """Create the process group for folders once. Collective."""
         if self._in_folder and self._group is None:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
@@ -45,7 +45,7 @@ class CheckpointFiles:
     # -- saving
 
     @contextmanager
-    def deferring(self, local: bool, filepath: Any, device: torch.device) -> Generator[None, None, None]:
+    def deferring(self, local: bool, filepath: Any) -> Generator[None, None, None]:
         """Defer the tables of a checkpoint in the block until they are written, if ``local`` is True."""
         if not local and self._in_folder:
             kind = "async" if self._in_background else "sharded"
@@ -54,7 +54,8 @@ class CheckpointFiles:
                 "writes it. Use a mounted path that all ranks share and no CheckpointIO, or checkpoint='single'"
             )
         if local:  # otherwise a plugin writes whole tensors
-            self._deferred = checkpoint_module("spread_tensors").DeferredTensors(device)
+            failure = f"the checkpoint {filepath} could not be written"
+            self._deferred = checkpoint_module("spread_tensors").DeferredTensors(failure)
         try:
             yield
         finally:
@@ -68,12 +69,12 @@ class CheckpointFiles:
         """Write a checkpoint if its tables are deferred, and return whether they are. Collective.
 
         ``parameters`` are this rank's dense and sharded parameters. An error of the previous write in the background is raised
-        here. A rank that cannot write a file raises an OSError, and the other ranks a RuntimeError.
+        here. If a rank cannot write, all ranks raise a RuntimeError.
         """
         self.finish()
         in_background = self._deferred is not None and self._in_background and self.training
         if not in_background:
-            _refuse_non_finite(parameters.items(), path)
+            _refuse_non_finite(parameters.items(), path, None if self._deferred is None else self._deferred.group)
         if self._deferred is None:
             return False
         if not self._in_folder:

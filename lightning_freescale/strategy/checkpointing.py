@@ -63,10 +63,13 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     def set_up_saving(self, trainer: Trainer) -> None:
         """Make ``trainer.save_checkpoint`` gather each table only when it is written. Collective."""
-        around_save_checkpoint(
-            trainer, lambda path: self.files.deferring(is_local(self.checkpoint_io, path), path, self.root_device)
-        )
-        self.files.set_up(self.default_group_timeout)
+        around_save_checkpoint(trainer, self._saving)
+        self.files.set_up(self.group_timeout)
+
+    @contextmanager
+    def _saving(self, path: Any) -> Generator[None, None, None]:
+        with self.reporting(f" while it saved {path}"), self.files.deferring(is_local(self.checkpoint_io, path), path):
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -110,7 +113,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         if "loops" in checkpoint and ended_inside_epoch(self.trainer):
             reopen_epoch(checkpoint["loops"], self.trainer)
         if "optimizer_states" in checkpoint:
-            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device)}
+            group = None if self.tables is None else self.tables.group
+            checkpoint[_EXTRA] = {**self._extra, "random_states": gather_random_states(self.root_device, group)}
             if self._bucket_order:
                 checkpoint[_EXTRA]["bucket_order"] = list(self._bucket_order)
             if chosen := self._chosen_settings():

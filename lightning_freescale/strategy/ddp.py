@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +73,21 @@ class TrainerDDP(DDPBase):
         super().on_exception(exception)
         exception.args = tuple(_renamed(argument) for argument in exception.args)
         self._report_failure(exception)  # of a hook before or after the loop; failures inside it are reported already
+
+    @contextmanager
+    def reporting(self, during: str) -> Generator[None, None, None]:
+        """Describe an error in the block as one ``during`` an activity, and report it also outside of a run. Collective."""
+        notices = None if self._notices is not None else notices_of_ranks(self.group_timeout)
+        try:
+            yield
+        except BaseException as error:
+            error.during = during  # type: ignore[attr-defined]
+            if notices is not None:
+                notices.tell_or_explain(error)
+            raise
+        finally:
+            if notices is not None:
+                notices.close()
 
     def look_for_notices(self) -> None:
         """Read the notices of other ranks before a collective that a failed rank would never join."""
