@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -214,10 +215,15 @@ def test_when_clocks_are_compared(
     between: Callable[[RankExchange], None], compared: list[tuple[int, bool]], ties: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 250 exchanges, one a second: at which, and whether with all rounds; how often the device's clock is tied."""
-    now, seen, tied, clock = [0], [], [], HostClock()
+    now, seen, tied, clock, measure = [0], [], [], HostClock(), module.Alignment.measure_offset
+
+    def measured(alignment: Any, group: Any, rounds: int = 40) -> None:
+        seen.append((now[0], rounds == 40))
+        measure(alignment, group, rounds)
+
     clock.tie = lambda: tied.append(now[0])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(module.Alignment, "measure_offset", lambda self, group, rounds=40: seen.append((now[0], rounds == 40)))
+    monkeypatch.setattr(module.Alignment, "measure_offset", measured)
     monkeypatch.setattr(module.Alignment, "uncertainty_at", lambda self, seconds: 0.0)
     exchange = RankExchange(None, clock)
     for now[0] in range(1, 251):
