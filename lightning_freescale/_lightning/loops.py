@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -201,15 +200,37 @@ def around_save_checkpoint(trainer: Trainer, around: Callable[[Any], AbstractCon
     trainer.save_checkpoint = save_inside  # type: ignore[method-assign]
 
 
-def is_local(checkpoint_io: CheckpointIO, path: Any) -> bool:
-    """Return True if ``path`` is a local file that no plugin writes."""
-    return type(checkpoint_io) is TorchCheckpointIO and isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+def has_plugin(checkpoint_io: CheckpointIO) -> bool:
+    """Return True if a plugin writes checkpoints."""
+    return type(checkpoint_io) is not TorchCheckpointIO
 
 
-def is_last(path: Path, trainer: Trainer) -> bool:
+def is_last(path: Any, trainer: Trainer) -> bool:
     """Return True if the checkpoint has the name of a last checkpoint of a ``ModelCheckpoint``, as ``ckpt_path="last"`` has."""
-    savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
-    return any(path.name.startswith(saver.CHECKPOINT_NAME_LAST) for saver in savers)
+    return any(os.path.basename(path).startswith(saver.CHECKPOINT_NAME_LAST) for saver in _savers(trainer))
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def find_remote_last(trainer: Trainer, manifest: str) -> None:
+    """Make ``ckpt_path="last"`` find checkpoints on the file systems of fsspec, which Lightning looks for without the scheme.
+
+    Lightning chooses the newest by its time of modification. A folder may have none there, so its file ``manifest`` is found.
+    """
+    for saver in _savers(trainer):
+        if "://" in str(saver.dirpath):
+            saver._find_last_checkpoints = partial(_remote_last, saver, manifest)  # type: ignore[method-assign]
+
+
+def _remote_last(saver: ModelCheckpoint, manifest: str, trainer: Trainer) -> set[str]:
+    folder, files = str(saver.dirpath).rstrip("/"), saver._fs
+    names = {os.path.basename(name.rstrip("/")) for name in files.ls(folder, detail=False)} if files.exists(folder) else ()
+    found = {
+        f"{folder}/{name}" for name in names if re.fullmatch(rf"{saver.CHECKPOINT_NAME_LAST}(-.*)?{saver.FILE_EXTENSION}", name)
+    }
+    return {f"{path}/{manifest}" if files.isdir(path) else path for path in found}
 
 
 def warn_of_what_is_missing(checkpoint: Mapping[str, Any], key: str, trainer: Trainer) -> None:

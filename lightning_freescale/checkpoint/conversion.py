@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryFile
@@ -16,8 +17,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_freescale._runtime.object_gather import gather_objects
-from lightning_freescale.checkpoint import partial_files, sharded_folder, single_file
-from lightning_freescale.checkpoint.held_files import WHOLE, HeldFiles
+from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
+from lightning_freescale.checkpoint.held_files import WHOLE
+from lightning_freescale.checkpoint.remote_files import Location, files_of
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -34,24 +36,29 @@ T = TypeVar("T")
 class Opened:
     """A checkpoint whose files are held open, so that another job can replace it before and while it is read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._files = path, HeldFiles(path)
-        self.identity = self._files.identity
+    def __init__(self, path: Location) -> None:
+        self.path, self._files = path, files_of(path)
+        self.identity, self.is_folder = self._files.identity, self._files.is_folder
+
+    @property
+    def file(self) -> Path:
+        """The path of the open file, valid in this process, of a checkpoint in one file."""
+        return self._files / WHOLE
 
     def damage(self, rank: int, ranks: int) -> str:
         """Return a description of the damage to this rank's share of the contents; empty if there is none."""
-        if self._files.is_folder:
+        if self.is_folder:
             return sharded_folder.damage(self._files, rank, ranks)
-        return single_file.damage(self._files / WHOLE, rank, ranks)
+        return single_file.damage(self.file, rank, ranks)
 
     def read(self, weights_only: bool | None) -> Any:
         """Return the contents; large tensors are read when they are used."""
-        if self._files.is_folder:
+        if self.is_folder:
             return sharded_folder.read(self._files, weights_only)
-        return single_file.read(self._files / WHOLE, weights_only)
+        return single_file.read(self.file, weights_only)
 
 
-def opened(path: Path, *, together: bool) -> Opened:
+def opened(path: Location, *, together: bool) -> Opened:
     """Open a checkpoint, and check by its checksums that it is complete.
 
     If ``together``, the ranks open the same contents, and each checks a share. Collective then.
@@ -89,23 +96,13 @@ def _tried(do: Callable[[], T]) -> T | str:
         return f"{type(error).__name__}: {error}"
 
 
-def newest_other_checkpoint(path: Path) -> Opened | None:
+def newest_other_checkpoint(path: Location) -> Opened | None:
     """Open the newest other complete checkpoint in the folder of ``path``; return None if there is none. Collective."""
-    others = [other for other in path.parent.glob("*.ckpt") if other != path and not other.name.startswith(".")]
-    named = [str(other) for other in sorted(others, key=_written_at, reverse=True)]
-    for name in gather_objects(named)[0] if dist.is_initialized() else named:
-        try:
-            return opened(Path(name), together=True)
-        except (ValueError, FileNotFoundError):
-            continue
+    others = [str(other) for other in remote_files.others_beside(path)]
+    for other in gather_objects(others)[0] if dist.is_initialized() else others:
+        with suppress(ValueError, FileNotFoundError):
+            return opened(remote_files.located(other), together=True)
     return None
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another job has replaced or removed it
-        return 0.0
 
 
 def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: Location, weights_only: bool = True) -> dict[str, Any]:
     """Check and read a checkpoint, a file or a folder; large tensors are read when they are used.
 
     Raises:
@@ -139,13 +136,13 @@ def read_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
     return read(opened(path, together=False), weights_only)  # other ranks of a run may not call this function
 
 
-def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+def write_file(checkpoint: Mapping[str, Any], path: Location) -> None:
     """Write a result of :func:`read_checkpoint`, or a part of it, to one file, table by table."""
-    with partial_files.replacing(path) as file:
+    with remote_files.replacing(path) as file:
         _save(checkpoint, file)
 
 
-def write_folder(checkpoint: Mapping[str, Any], folder: Path) -> None:
+def write_folder(checkpoint: Mapping[str, Any], folder: Location) -> None:
     """Write a result of :func:`read_checkpoint` to a folder."""
     held: list[SpreadTensors] = []
     names: dict[int, DeferredTensor] = {}
@@ -162,7 +159,8 @@ def write_folder(checkpoint: Mapping[str, Any], folder: Path) -> None:
             names[address] = DeferredTensor.placeholder(piece.key, piece.shape, piece.dtype)
         return names[address]
 
-    sharded_folder.write(pytree.tree_map_only(Tensor, deferred, dict(checkpoint)), folder, held, None)
+    whole = sharded_folder.materialized(dict(checkpoint))
+    sharded_folder.write(pytree.tree_map_only(Tensor, deferred, whole), folder, held, None)
 
 
 def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
@@ -180,11 +178,11 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
         ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects.
         OSError: it does not exist.
     """
-    if not Path(path).is_dir():
-        opened(Path(path), together=False)
-        return open(path, "rb")
+    checkpoint = opened(remote_files.located(path), together=False)
+    if not checkpoint.is_folder:
+        return open(checkpoint.file, "rb")
     file: Any = TemporaryFile()  # noqa: SIM115 (the caller closes it)
-    _save(read_checkpoint(Path(path), weights_only), file)
+    _save(read(checkpoint, weights_only), file)
     file.seek(0)
     return file
 

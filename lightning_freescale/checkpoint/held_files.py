@@ -32,24 +32,31 @@ class HeldFiles(FileSystem):
     def __init__(self, path: Path) -> None:
         for _ in range(_ATTEMPTS):
             self._open = {WHOLE: os.open(path, os.O_RDONLY)}
-            close = finalize(self, _close, self._open)
+            end = finalize(self, close, self._open)
             self.is_folder = stat.S_ISDIR(os.fstat(self._open[WHOLE]).st_mode)
             if not self.is_folder or self._has_all() or self._is_at(path):
                 return
-            close()  # another job has replaced the folder, and removed a file before this process could open it
+            end()  # another job has replaced the folder, and removed a file before this process could open it
         raise OSError(errno.EBUSY, f"another job has replaced it during each of {_ATTEMPTS} attempts to open it", str(path))
 
     def _has_all(self) -> bool:
         """Open the files of the folder, and return whether it has all that the manifest lists."""
-        names = [MANIFEST]
+        self._hold(MANIFEST, MANIFEST)
+        subfolder, names = self.listed()
         for name in names:
-            with suppress(FileNotFoundError):
-                self._open[name] = os.open(name, os.O_RDONLY, dir_fd=self._open[WHOLE])
-            if name == MANIFEST:
-                # a damaged manifest is reported later
-                with suppress(ValueError, LookupError, TypeError, OSError):
-                    names += [*json.loads((self / MANIFEST).read_bytes())["files"]]
-        return all(name in self._open for name in names)
+            self._hold(name, os.path.join(subfolder, name))
+        return all(name in self._open for name in (MANIFEST, *names))
+
+    def _hold(self, name: str, place: str) -> None:
+        with suppress(FileNotFoundError):
+            self._open[name] = os.open(place, os.O_RDONLY, dir_fd=self._open[WHOLE])
+
+    def listed(self) -> tuple[str, list[str]]:
+        """Return the subfolder and the names of the files that the manifest lists; nothing if the manifest is damaged."""
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
+            content = json.loads((self / MANIFEST).read_bytes())
+            return content.get("folder", ""), [*content["files"]]
+        return "", []
 
     def _is_at(self, path: Path) -> bool:
         with suppress(FileNotFoundError):
@@ -75,7 +82,8 @@ class HeldFiles(FileSystem):
         return self / suffix
 
 
-def _close(files: dict[str, int]) -> None:
+def close(files: dict[str, int]) -> None:
+    """Close open files."""
     for file in files.values():
         os.close(file)
     files.clear()

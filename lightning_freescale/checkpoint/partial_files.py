@@ -66,7 +66,7 @@ def replacing(path: Path) -> Iterator[SummedFile]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Name ``path`` in an OSError of a write. Raise the first error if torch's zip writer has raised another one after it."""
     try:
         yield

@@ -37,8 +37,9 @@ from typing_extensions import override
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import together
 from lightning_freescale._version import __version__
-from lightning_freescale.checkpoint import partial_files, single_file
+from lightning_freescale.checkpoint import partial_files, remote_files, single_file
 from lightning_freescale.checkpoint.held_files import MANIFEST, HeldFiles
+from lightning_freescale.checkpoint.remote_files import Location
 from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, Key, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 
@@ -67,47 +68,65 @@ _IN_METADATA = {
 """The names that DCP's pickled metadata may contain, by module. Dtypes of torch are allowed, too."""
 
 
-def write(checkpoint: Mapping[str, Any], folder: Path, spread: list[SpreadTensors], group: dist.ProcessGroup | None) -> None:
+def write(
+    checkpoint: Mapping[str, Any], folder: Location, spread: list[SpreadTensors], group: dist.ProcessGroup | None
+) -> None:
     """Write a checkpoint with this rank's pieces, ``spread``, of its deferred tensors. Collective on ``group``, a CPU group.
 
-    The files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the disk. All ranks must
-    share the file system. If a rank cannot write, all ranks raise a RuntimeError.
+    In a local folder, the files are written beside ``folder`` and renamed to ``folder`` after they are complete and on the
+    disk. All ranks must share the file system. If a rank cannot write, all ranks raise a RuntimeError.
     """
     rank, what = 0 if group is None else group.rank(), f"the checkpoint {folder} could not be written"
     sums: dict[str, dict[str, int]] = {}  # of the files that this rank has written
 
     @partial_files.naming(folder)
     def begin() -> str:
-        beside = partial_files.folder_of(claim.enter_context(partial_files.claimed(folder)))
+        if isinstance(folder, str):
+            return held.enter_context(remote_files.new_folder(folder))
+        beside = partial_files.folder_of(held.enter_context(partial_files.claimed(folder)))
         beside.mkdir()
-        marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
-        with partial_files.written(beside / _META) as file:
-            torch.save(marked, file)
-        sums[_META] = file.sums()
         return str(beside)
 
+    @partial_files.naming(folder)
+    def write_meta() -> None:
+        marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
+        with partial_files.written(stage / _META) as file:
+            torch.save(marked, file)
+        sums[_META] = file.sums()
+        remote_files.send(stage, sums, place)
+
     def look() -> None:
-        if not beside.is_dir():
+        if not remote_files.exists_in(place, _META):
             raise FileNotFoundError(
-                f"this rank cannot see the folder {beside}, which rank 0 has created. A sharded checkpoint needs a file system "
+                f"this rank cannot see the folder {place}, which rank 0 has created. A sharded checkpoint needs a file system "
                 "that all ranks share. Without one, use FreeScaleStrategy(checkpoint='single')."
             )
 
     @partial_files.naming(folder)
+    def finish_files() -> dict[str, dict[str, int]]:
+        remote_files.send(stage, sums.keys() - {_META}, place)
+        return sums
+
+    @partial_files.naming(folder)
     def end() -> None:
-        tensors = {_name_of(key): _described(held, key) for held in spread for key in held.keys}
+        tensors = {_name_of(key): _described(each, key) for each in spread for key in each.keys}
         content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
-        with partial_files.written(beside / MANIFEST) as file:
+        if isinstance(place, str):
+            content["folder"] = place.rpartition("/")[2]
+        with partial_files.written(stage / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
-        partial_files.replace_path(beside, folder)
+        remote_files.publish(stage, place, folder)
 
-    with ExitStack() as claim:
+    with ExitStack() as held:
         # rank 0 chooses the name, so ranks of two jobs never write into one folder
-        beside = Path(together(begin if rank == 0 else None, what, group)[0])
+        name = together(begin if rank == 0 else None, what, group)[0]
+        place = Path(name) if isinstance(folder, Path) else name
+        stage = held.enter_context(remote_files.staging(place))
+        together(write_meta if rank == 0 else None, what, group)
         together(look, what, group)
-        sums |= write_pieces(beside, [piece for held in spread for piece in held.own], what, group)
-        files = together(lambda: sums, what, group)
+        sums |= write_pieces(stage, [piece for each in spread for piece in each.own], what, group)
+        files = together(finish_files, what, group)
         together(end if rank == 0 else None, what, group)
 
 

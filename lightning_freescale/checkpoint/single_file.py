@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from lightning_freescale._runtime.error_text import error_text
-from lightning_freescale.checkpoint import partial_files
+from lightning_freescale.checkpoint import remote_files
+from lightning_freescale.checkpoint.remote_files import Location
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensors
 
 _READ_AT_ONCE = 1 << 20
@@ -27,7 +28,7 @@ _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
 
-def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> None:
+def write(checkpoint: dict[str, Any], path: Location, deferred: DeferredTensors) -> None:
     """Write a checkpoint with the values of its deferred tensors on rank 0. Collective.
 
     The file is written beside ``path`` and renamed to ``path`` after it is complete and on the disk. If rank 0 cannot write, or
@@ -37,7 +38,7 @@ def write(checkpoint: dict[str, Any], path: Path, deferred: DeferredTensors) -> 
         deferred.serve()
         return
     try:
-        with partial_files.replacing(path) as file:
+        with remote_files.replacing(path) as file:
             save(checkpoint, file, deferred)
     except Exception as error:
         deferred.finish(error)

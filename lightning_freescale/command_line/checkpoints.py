@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from lightning_freescale.checkpoint.remote_files import Location
 
 _CONSOLIDATE = """
 Convert a checkpoint into a file or a folder. A checkpoint of strategy "freescale" is a file with whole tables, or a folder with
@@ -19,13 +21,14 @@ _CHANGES = "Write the table rows that differ in a later checkpoint, for a server
 def run(command: str, arguments: list[str]) -> None:
     """Run the command; exit with status 2 and a message on errors."""
     from lightning_freescale.checkpoint.conversion import read_checkpoint
+    from lightning_freescale.checkpoint.remote_files import exists
 
     parser = _new_parser(command)
     options = parser.parse_args(arguments)
     sources = [options.checkpoint] if command == "consolidate" else [options.old, options.new]
     try:
         checkpoints = [read_checkpoint(path, weights_only=not options.trust) for path in sources]
-        if options.target.exists() and not options.force:
+        if exists(options.target) and not options.force:
             raise ValueError(f"{options.target} exists. Pass another target, or --force to replace it")
         first, last = checkpoints[0], checkpoints[-1]
         print(_consolidate(first, options) if command == "consolidate" else _changes(first, last, options.target))
@@ -34,12 +37,14 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _new_parser(command: str) -> argparse.ArgumentParser:
+    from lightning_freescale.checkpoint.remote_files import located
+
     consolidates = command == "consolidate"
     parser = argparse.ArgumentParser(f"freescale {command}", description=_CONSOLIDATE if consolidates else _CHANGES)
     add = parser.add_argument
     if consolidates:
-        add("checkpoint", type=Path, help="a .ckpt file or folder of the Trainer")
-        add("target", type=Path, help="file or folder to write")
+        add("checkpoint", type=located, help="a .ckpt file or folder of the Trainer")
+        add("target", type=located, help="file or folder to write")
         add(
             "--to",
             choices=["weights", "single", "sharded"],
@@ -47,9 +52,9 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
             help="only weights, for module.load_state_dict(torch.load(file)), or the whole checkpoint as a file or a folder",
         )
     else:
-        add("old", type=Path, help="the checkpoint that the server has loaded, a file or a folder")
-        add("new", type=Path, help="a later checkpoint of the same module")
-        add("target", type=Path, help="file to write: {name: {'ids': ..., 'rows': ...}}, for torch.load")
+        add("old", type=located, help="the checkpoint that the server has loaded, a file or a folder")
+        add("new", type=located, help="a later checkpoint of the same module")
+        add("target", type=located, help="file to write: {name: {'ids': ..., 'rows': ...}}, for torch.load")
     add("--force", action="store_true", help="replace an existing target")
     add("--trust", action="store_true", help="allow the checkpoint to run code, which hyperparameters may require")
     return parser
@@ -58,7 +63,7 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
 def _consolidate(checkpoint: dict[str, Any], options: argparse.Namespace) -> str:
     from lightning_freescale.checkpoint.conversion import write_file, write_folder
 
-    target: Path = options.target
+    target = options.target
     if options.to == "sharded":
         write_folder(checkpoint, target)
         return f"wrote the whole checkpoint to the folder {target}"
@@ -70,14 +75,18 @@ def _consolidate(checkpoint: dict[str, Any], options: argparse.Namespace) -> str
     return f"wrote {len(weights)} tensors, {_megabytes(target)}, to {target}"
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any], target: Path) -> str:
+def _changes(old: dict[str, Any], new: dict[str, Any], target: Location) -> str:
     from lightning_freescale.checkpoint.conversion import changed_rows
+    from lightning_freescale.checkpoint.remote_files import replacing
 
     found = changed_rows(old, new)
-    torch.save(found, target)
+    with replacing(target) as file:
+        torch.save(found, file)
     rows = [f"{name}: {len(changed['ids'])} rows" for name, changed in found.items()]
     return "\n".join([*rows, f"wrote {target}, {_megabytes(target)}"])
 
 
-def _megabytes(path: Path) -> str:
-    return f"{path.stat().st_size / 1e6:.1f} MB"
+def _megabytes(path: Location) -> str:
+    from lightning_freescale.checkpoint.remote_files import size_of
+
+    return f"{size_of(path) / 1e6:.1f} MB"

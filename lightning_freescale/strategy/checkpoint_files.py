@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,15 +44,15 @@ class CheckpointFiles:
     # -- saving
 
     @contextmanager
-    def deferring(self, local: bool, filepath: Any) -> Generator[None, None, None]:
-        """Defer the tables of a checkpoint in the block until they are written, if ``local`` is True."""
-        if not local and self._in_folder:
+    def deferring(self, plugin: bool, filepath: Any) -> Generator[None, None, None]:
+        """Defer the tables of a checkpoint in the block until they are written, unless a ``plugin`` writes it."""
+        if plugin and self._in_folder:
             kind = "async" if self._in_background else "sharded"
             raise ValueError(
-                f"FreeScaleStrategy(checkpoint={kind!r}) writes a folder itself, but {filepath} is remote, or a CheckpointIO "
-                "writes it. Use a mounted path that all ranks share and no CheckpointIO, or checkpoint='single'"
+                f"FreeScaleStrategy(checkpoint={kind!r}) writes the folder {filepath} itself, but the strategy has a "
+                "CheckpointIO. Use no CheckpointIO, or checkpoint='single'"
             )
-        if local:  # otherwise a plugin writes whole tensors
+        if not plugin:  # a plugin writes whole tensors
             failure = f"the checkpoint {filepath} could not be written"
             self._deferred = checkpoint_module("spread_tensors").DeferredTensors(failure)
         try:
@@ -65,7 +64,7 @@ class CheckpointFiles:
         """Return the option that defers the tables of a state dict while a checkpoint is saved; otherwise an empty dict."""
         return {} if self._deferred is None else {"hold": self._deferred.defer}
 
-    def write(self, checkpoint: dict[str, Any], path: Path, parameters: Mapping[str, Tensor]) -> bool:
+    def write(self, checkpoint: dict[str, Any], path: Any, parameters: Mapping[str, Tensor]) -> bool:
         """Write a checkpoint if its tables are deferred, and return whether they are. Collective.
 
         ``parameters`` are this rank's dense and sharded parameters. An error of the previous write in the background is raised
@@ -77,6 +76,7 @@ class CheckpointFiles:
             _refuse_non_finite(parameters.items(), path, None if self._deferred is None else self._deferred.group)
         if self._deferred is None:
             return False
+        path = checkpoint_module("remote_files").located(path)
         if not self._in_folder:
             checkpoint_module("single_file").write(checkpoint, path, self._deferred)
             return True
@@ -93,9 +93,7 @@ class CheckpointFiles:
             self._write_folder(checkpoint, path, spread, [])
         return True
 
-    def _write_folder(
-        self, checkpoint: dict[str, Any], path: Path, spread: list[Any], copies: list[tuple[str, Tensor]]
-    ) -> None:
+    def _write_folder(self, checkpoint: dict[str, Any], path: Any, spread: list[Any], copies: list[tuple[str, Tensor]]) -> None:
         _refuse_non_finite(copies, path, self._group)
         checkpoint_module("sharded_folder").write(checkpoint, path, spread, self._group)
 
@@ -119,12 +117,14 @@ class CheckpointFiles:
 
     # -- loading
 
-    def read(self, path: Path, weights_only: bool | None, trainer: Trainer) -> dict[str, Any]:
+    def read(self, path: Any, weights_only: bool | None, trainer: Trainer) -> dict[str, Any]:
         """Read a checkpoint. Each rank reads its own rows of the tables later, when they are loaded. Collective.
 
         If the last checkpoint of a ``ModelCheckpoint`` is damaged, read the newest complete one in the same folder instead.
         """
-        reading = checkpoint_module("conversion")
+        reading, manifest = checkpoint_module("conversion"), checkpoint_module("held_files").MANIFEST
+        # "last" finds the manifest of a folder on another file system
+        path = checkpoint_module("remote_files").located(str(path).removesuffix(f"/{manifest}"))
         try:
             found = reading.opened(path, together=True)
         except ValueError as damage:

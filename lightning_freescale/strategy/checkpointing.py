@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_freescale._lightning.loops import (
     Trainer,
     around_save_checkpoint,
     ended_inside_epoch,
-    is_local,
+    has_plugin,
     rank_zero_warn,
     reopen_epoch,
     start_next_epoch,
@@ -68,7 +67,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @contextmanager
     def _saving(self, path: Any) -> Generator[None, None, None]:
-        with self.reporting(f" while it saved {path}"), self.files.deferring(is_local(self.checkpoint_io, path), path):
+        with self.reporting(f" while it saved {path}"), self.files.deferring(has_plugin(self.checkpoint_io), path):
             yield
 
     @override
@@ -122,7 +121,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             if accumulated := self._accumulated():
                 checkpoint[_EXTRA]["accumulated"] = accumulated
         self._extra = {}
-        if storage_options is not None or not self.files.write(checkpoint, Path(filepath), self._own_parameters()):
+        if storage_options is not None or not self.files.write(checkpoint, filepath, self._own_parameters()):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -134,8 +133,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         """Read a checkpoint, see :meth:`.CheckpointFiles.read`."""
         if weights_only is None:
             weights_only = self.files.weights_only
-        if is_local(self.checkpoint_io, checkpoint_path):
-            found = self.files.read(Path(checkpoint_path), weights_only, self.trainer)
+        if not has_plugin(self.checkpoint_io):
+            found = self.files.read(checkpoint_path, weights_only, self.trainer)
             warn_of_what_is_missing(found, _EXTRA, self.trainer)
             return found
         options = {} if weights_only is None else {"weights_only": weights_only}

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
-from lightning_freescale._lightning.loops import Trainer, TrainerFn, reload_train_loader, weights_only_of_run
+from lightning_freescale._lightning.loops import Trainer, TrainerFn, find_remote_last, reload_train_loader, weights_only_of_run
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._lightning.weight_averaging import postpone_copies
 from lightning_freescale.balance import MicroBatches
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor
-from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles, checkpoint_module
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
 from lightning_freescale.strategy.clipping import TableClipping
 from lightning_freescale.strategy.setup import set_up_tables
@@ -151,6 +151,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def check_before_launch(self, trainer: Trainer) -> None:
+        find_remote_last(trainer, checkpoint_module("held_files").MANIFEST)
         try:
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_unsupported(trainer)
