@@ -74,7 +74,7 @@ def naming(path: Path | str) -> Iterator[None]:
         error = raised
         while error.__context__ is not None and "inline_container" in str(error):
             error = error.__context__
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         if error is raised:
             raise
