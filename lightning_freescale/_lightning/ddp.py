@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale.comm.rank_notices import RankNotices, attempt_store, has_torchrun_store, notices_of_ranks
+from lightning_freescale.comm.transports.p2p import until_another_fails
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for one step at most. The default group also
@@ -190,6 +191,11 @@ class _Blocked(_BackwardSyncControl):
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return self._blocked(module) if enabled else nullcontext()
+
+
+def new_gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks, or raise a DistBackendError if another rank fails meanwhile. Collective."""
+    return cast("dist.ProcessGroup", until_another_fails(partial(dist.new_group, backend="gloo", timeout=timeout)))
 
 
 def process_group_timeout(strategy: Strategy) -> timedelta | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_freescale._lightning.ddp import process_group_timeout
+from lightning_freescale._lightning.ddp import new_gloo_group, process_group_timeout
 from lightning_freescale._lightning.loops import (
     Callback,
     LightningModule,
@@ -128,8 +128,7 @@ class BubbleProfiler(Callback):
         # created before training starts. Later, a failing hook of another callback would let the other ranks wait for it.
         self._group = None
         if trainer.world_size > 1:
-            timeout = process_group_timeout(trainer.strategy)
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            self._group = new_gloo_group(process_group_timeout(trainer.strategy))
             self._observing.callback(dist.destroy_process_group, self._group)
 
     @override

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text, sendable
 from lightning_freescale._runtime.worker import start_daemon
-from lightning_freescale.comm.transports.p2p import GlooP2P
+from lightning_freescale.comm.transports.p2p import HAS_FAILED, GlooP2P, resolve
 
 Point = tuple[int, int]
 """A place in a run where it can stop. All ranks pass the same points in the same order."""
@@ -75,7 +75,8 @@ class RankNotices:
         self._main = threading.get_ident()
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = self._hung_up = False
-        self._stopped_for = 0.0  # the longest time in seconds for which this process did not run
+        self._silent = False  # whether the store did not answer
+        self._pause = (0.0, 0.0)  # the last time for which this process did not run, in seconds, and when it ended
         self._main_at: Any = None  # the place of the main thread at the last look after another rank failed
         self._failure = ""  # the rank that failed first, and why
         self._wish = ""  # why this rank wants all ranks to stop
@@ -87,6 +88,7 @@ class RankNotices:
         self._agreed = threading.Event()
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
         self._watch = start_daemon(self._watch_next, "freescale watch")
+        HAS_FAILED.append(self._has_failed)
         atexit.register(self._hang_up)  # a thread that waits for a peer while the interpreter exits would crash it
 
     def close(self) -> None:
@@ -95,13 +97,15 @@ class RankNotices:
         if thread is not None:
             self._jobs.put(self._leave)
             self._jobs.put(None)
-            thread.join(ANSWER_SECONDS)  # the thread may be blocked by a store that does not answer
+            thread.join(0.0 if self._silent else ANSWER_SECONDS)  # a store that does not answer blocks the thread
             with suppress(RuntimeError):
                 self._ring.send(torch.empty(1), (self.rank - 1) % self.size, _FAREWELL).wait(timedelta(seconds=_TELL_SECONDS))
             self._hang_up()
 
     def _hang_up(self) -> None:
         atexit.unregister(self._hang_up)
+        if not self._hung_up:
+            HAS_FAILED.remove(self._has_failed)
         self._hung_up = True
         if self._watch.is_alive():  # not in a forked process
             self._ring.close_connections()
@@ -183,11 +187,16 @@ class RankNotices:
             self._ask(partial(self._answer, place), ANSWER_SECONDS)
             return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
         except NotInTime:
+            self._silent = True
             return self._failure or f"{held} does not answer: its process is frozen"
         except RuntimeError:
-            if self._stopped_for > ANSWER_SECONDS and not self._failure:
-                return f"rank {self.rank}, this one, did not run for {self._stopped_for:.0f} s, and the other ranks have ended"
-            return self._failure or f"{held} does not exist any more: its process has ended"
+            return self._failure or self._own_pause() or f"{held} does not exist any more: its process has ended"
+
+    def _own_pause(self) -> str:
+        seconds, ended = self._pause
+        if time.monotonic() - ended > 3 * ANSWER_SECONDS:
+            return ""
+        return f"rank {self.rank}, this one, did not run for {seconds:.0f} s: it was frozen, and the other ranks have ended"
 
     def _inquire(self, place: str) -> str:
         self._store.set("report", "1")
@@ -201,6 +210,8 @@ class RankNotices:
                 return self._failure
             silent = {rank for rank in silent if not self._store.check([f"here/{rank}"])}
             time.sleep(_AGREE_SECONDS)
+        if silent and (pause := self._own_pause()):
+            return self._publish(pause, self.size - len(silent))
         missing = [f"rank {rank} does not answer: its process is frozen, or unreachable" for rank in sorted(silent)]
         answered = [rank for rank in range(self.size) if rank not in silent]
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
@@ -249,6 +260,9 @@ class RankNotices:
                     self._announce(f"rank {following} has ended: it was killed, or exited without an error", self.size - 1)
                 self._jobs.put(self._look)
 
+    def _has_failed(self) -> bool:
+        return self._failure != "" or self._lost
+
     def _end_wait(self) -> None:
         """End a wait of the main thread in the store, if it has not moved since the last call."""
         frame = sys._current_frames().get(self._main)
@@ -266,7 +280,7 @@ class RankNotices:
         if self._thread is None:
             raise RuntimeError("notices are closed")
         answer: Future[Any] = Future()
-        self._jobs.put(partial(_resolve, answer, call))
+        self._jobs.put(partial(resolve, answer, call))
         return answer.result(seconds)
 
     def _work(self) -> None:
@@ -277,7 +291,8 @@ class RankNotices:
                 job = self._jobs.get(timeout=wait)
             except Empty:
                 job = self._look
-            self._stopped_for = max(self._stopped_for, time.monotonic() - began - wait)
+            if (late := time.monotonic() - began - wait) > ANSWER_SECONDS:
+                self._pause = (late, time.monotonic())
             if job is None:
                 return
             try:
@@ -342,13 +357,6 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _resolve(answer: Future[Any], call: Callable[[], Any]) -> None:
-    try:
-        answer.set_result(call())
-    except BaseException as error:
-        answer.set_exception(error)
 
 
 # torchrun has one store for all attempts. Without a part of its own, an attempt would read the entries of an earlier one, such

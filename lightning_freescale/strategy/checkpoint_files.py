@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
+from lightning_freescale._lightning.ddp import new_gloo_group
 from lightning_freescale._lightning.loops import Trainer, is_last, rank_zero_warn
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._runtime.worker import WorkerThread
@@ -39,7 +40,7 @@ class CheckpointFiles:
     def set_up(self, timeout: timedelta) -> None:
         """Create the process group for folders once. Collective."""
         if self._in_folder and self._group is None:
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            self._group = new_gloo_group(timeout)
 
     # -- saving
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
+from lightning_freescale.comm.transports.p2p import until_another_fails
 from lightning_freescale.comm.transports.selection import all_gather_json
 
 # User tags become even numbers above those of headers and exchanges, which use the same connections. Chunks have odd tags.
@@ -131,7 +132,8 @@ class NativeBackends:
                 store = dist.PrefixStore("gloo", opts.store.clone() if lazy else opts.store)
                 try:
                     all_gather_json("connected", None, self._lane.p2p, store, opts.timeout)
-                    gloo = dist.ProcessGroupGloo(store, opts.group_rank, opts.group_size, timeout=opts.timeout)
+                    place = (store, opts.group_rank, opts.group_size)
+                    gloo = until_another_fails(partial(dist.ProcessGroupGloo, *place, timeout=opts.timeout))
                 except RuntimeError as error:
                     self._gloo_failure = str(error)
             if self._gloo_failure:

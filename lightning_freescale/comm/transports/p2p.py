@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,38 @@ ANSWER_SECONDS = 2.0
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
+_POLL_SECONDS = 0.2
+T = TypeVar("T")
+HAS_FAILED: list[Callable[[], bool]] = []
+"""Functions that return True if another rank has failed."""
+
+
+def until_another_fails(create: Callable[[], T]) -> T:
+    """Return ``create()``, or raise an error as soon as another rank fails. Collective.
+
+    Nothing ends a wait of gloo while it connects. The call therefore runs on another thread, which the error leaves behind.
+
+    Raises:
+        DistBackendError: one of the functions in ``HAS_FAILED`` returns True.
+    """
+    if not HAS_FAILED:
+        return create()
+    created: Future[T] = Future()
+    start_daemon(partial(resolve, created, create), "freescale connect")
+    while True:
+        try:
+            return created.result(_POLL_SECONDS)
+        except NotInTime:
+            if any(has_failed() for has_failed in HAS_FAILED):
+                raise dist.DistBackendError("another rank has failed while this rank created a process group") from None
+
+
+def resolve(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Set the result or the error of the call."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class _Unprofiled:
@@ -60,7 +93,8 @@ class GlooP2P:
         self.rank, self.size, self.ranks = rank, size, ranks
         self._store, self._store_is_silent = store, False
         self._ending = False
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
+        connect = partial(dist.ProcessGroupGloo, dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
+        self._gloo: Any = until_another_fails(connect)
         self.peers = [(rank + shift) % size for shift in range(1, size)]
         self.sources = [(rank - shift) % size for shift in range(1, size)]
 

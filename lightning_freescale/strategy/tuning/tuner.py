@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_freescale._lightning.ddp import new_gloo_group
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
 from lightning_freescale._lightning.profiler import stages_on
 from lightning_freescale._runtime.object_gather import gather_objects
@@ -47,7 +48,7 @@ class Tuner:
         ours = several and isinstance(data, FreeScaleDataModule) and isinstance(data.train, MapStyleData)
         self._data: FreeScaleDataModule | None = data if ours and data.train.calibrates else None
         if dist.is_initialized() and several:
-            self.group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            self.group = new_gloo_group(timeout)
             at_teardown.callback(dist.destroy_process_group, self.group)
         if self._data is not None:
             self.record_steps()
