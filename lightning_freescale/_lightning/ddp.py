@@ -19,10 +19,12 @@ from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import nn
 from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
+from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale.comm.rank_notices import RankNotices, attempt_store, has_torchrun_store, notices_of_ranks
 from lightning_freescale.comm.transports.p2p import until_another_fails
 
@@ -103,27 +105,58 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Remove Lightning's launcher in a notebook, which it refuses even if there is no process to start."""
-        super()._configure_launcher()
-        if not imports._IS_INTERACTIVE:
-            if isinstance(launcher := self._launcher, _SubprocessScriptLauncher):
-                launcher.launch = partial(self._check_and_launch, launcher.launch)  # type: ignore[method-assign]
-            return
-        ranks = self.num_processes * self.num_nodes
         assert self.cluster_environment is not None
-        if ranks > 1 and not self.cluster_environment.creates_processes_externally:
+        ranks = self.num_processes * self.num_nodes
+        if imports._IS_INTERACTIVE and ranks > 1 and not self.cluster_environment.creates_processes_externally:
             raise RuntimeError(
                 f"strategy 'freescale' cannot start {ranks} ranks in a notebook or another interactive session. Run a script "
                 "(in a notebook by %%writefile train.py and !python train.py), or pass Trainer(devices=1)"
             )
-        self._launcher = None
-
-    def _check_and_launch(self, launch: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.check_before_launch(kwargs["trainer"])
-        return launch(function, *args, **kwargs)
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = _Launcher(self)
 
     def check_before_launch(self, trainer: Trainer) -> None:
         """Raise an error for a run that is not supported, before processes are started."""
+
+    def ended_by(self, error: BaseException) -> BaseException:
+        """Return the exception that ends the run on this rank after ``error``. Callbacks receive it."""
+        return error
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which also checks the run, runs a single process in a notebook, and adds reasons to errors."""
+
+    def __init__(self, strategy: DDPBase) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self._strategy.check_before_launch(trainer)
+        if imports._IS_INTERACTIVE:  # there is no process to start, and variables would tell later runs that there was one
+            return self._run(function, *args, **kwargs)
+        return super().launch(partial(self._run, function), *args, trainer=trainer, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _TunerExitException:  # the regular end of a tuner's run
+            raise
+        except BaseException as error:
+            reason = self._strategy.ended_by(error)
+            if isinstance(reason, SIGTERMException):
+                self.procs.clear()  # otherwise Lightning kills this process after one that it has started has ended
+            if reason is error:
+                raise
+            raise reason from error
 
 
 class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):

@@ -8,8 +8,9 @@ a checkpoint inside the handler, which needs all ranks.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning_freescale._lightning.loops import Trainer
 from lightning_freescale.profiling.recording.observed_work import replaced
 
-_REQUEUE = "requeue"
+_REQUEUE = "received SLURM's signal to requeue"
 
 
 class StopPoints:
@@ -50,7 +51,7 @@ class StopPoints:
             self._request(f"rank {self._trainer.global_rank} received SIGTERM")
 
         def notify_of_requeue(signum: int, _: Any) -> None:
-            self._request(_REQUEUE)
+            self._request(f"rank {self._trainer.global_rank} {_REQUEUE}")
 
         def advance_or_stop(data_fetcher: Any) -> None:
             self._step, self._batch = self._step + 1, 0
@@ -78,7 +79,7 @@ class StopPoints:
         if predicts:
             self.stop_here()
         # validation and test stop after the batch. The checkpoint for requeueing is saved between batches of training
-        elif self._stops_at((self._step, self._batch)) and self._why() != _REQUEUE:
+        elif self._stops_at((self._step, self._batch)) and not self._why().endswith(_REQUEUE):
             self._trainer._signal_connector.received_sigterm = True
         return evaluate(*args, **kwargs)
 
@@ -91,31 +92,48 @@ class StopPoints:
         """Raise SIGTERMException if all ranks stop here. Save a checkpoint first if the reason is SLURM's requeueing."""
         if self._stops_at((self._step, self._batch)):
             self._trainer._signal_connector.received_sigterm = True
-            if self._why() == _REQUEUE:
+            if self._why().endswith(_REQUEUE):
                 connector: Any = self._trainer._signal_connector
                 type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # saves, and requeues on rank 0
             raise SIGTERMException
 
-    def explain(self, stopped: SIGTERMException) -> None:
-        """Add the reason to the exception. With a text, a process exits with status 1, like any process that did not finish."""
-        if self._why() and self._why() != _REQUEUE:
-            stopped.code = f"{self._why()}: all ranks stop here"
-            stopped.args = (stopped.code,)
 
+@contextmanager
+def ending_at_sigterm(trainer: Trainer) -> Iterator[None]:
+    """End this rank at once if it receives SIGTERM before Lightning registers its handler.
 
-def telling_failures(trainer: Trainer, tell: Callable[[BaseException], None]) -> AbstractContextManager[None]:
-    """Call ``tell`` with an error of the fit loop before callbacks see it.
-
-    Callbacks may save a checkpoint, which waits for ranks that do not know yet that this rank has failed.
+    Ranks have no common points during set-up, where they could stop together, and nothing to save. A handler of the user stays.
     """
-    loop: Any = trainer.fit_loop
-    run = loop.run
+    connector: Any = trainer._signal_connector
+    register = connector.register_signal_handlers
 
-    def run_and_tell() -> Any:
-        try:
-            return run()
-        except BaseException as error:
-            tell(error)
-            raise
+    def end(signum: int, _: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the report to the other ranks
+        connector.received_sigterm = True
+        if (launcher := trainer.strategy.launcher) is not None:
+            launcher.kill(signum)  # the processes that this process has started
+        raise with_reason(SIGTERMException(), f"rank {trainer.global_rank} received SIGTERM")
 
-    return replaced(loop, {"run": run_and_tell})
+    def restore_default() -> None:
+        if signal.getsignal(signal.SIGTERM) in (end, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def restore_and_register() -> None:
+        restore_default()
+        register()
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        with replaced(connector, {"register_signal_handlers": restore_and_register}):
+            yield
+    finally:
+        restore_default()
+
+
+def with_reason(stopped: SIGTERMException, why: str) -> SIGTERMException:
+    """Set the text of the exception, and the exit status by which schedulers recognize a preemption."""
+    stopped.args, stopped.code = (why,), 128 + signal.SIGTERM
+    return stopped

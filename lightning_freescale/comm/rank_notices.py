@@ -162,23 +162,24 @@ class RankNotices:
 
     # -- report failures
 
-    def tell_or_explain(self, error: BaseException) -> None:
+    def tell_or_explain(self, error: BaseException) -> str:
         """Report the error of this rank to the others. If a collective failed, add the cause on another rank to the error.
 
-        Only the first error counts. The call takes a few seconds at most and raises nothing. An attribute ``during`` of the
-        error says what the rank was doing.
+        Return the added cause. Only the first error counts. The call takes a few seconds at most and raises nothing. An
+        attribute ``during`` of the error says what the rank was doing.
         """
         if self._failed:
-            return
+            return ""
         self._failed, during = True, getattr(error, "during", "")
         if _is_of_a_collective(error):
             text = " ".join(str(argument) for argument in error.args)
             cause = self._explain(place_in_code(traceback.extract_tb(error.__traceback__)))
             error.args = (f"{text}\n{cause}{during and f' (rank {self.rank} noticed it{during})'}",)
-            return
+            return cause
         text = f"rank {self.rank} has failed first{during}: {error_text(error)}"
         with suppress(NotInTime, RuntimeError):
             self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
+        return ""
 
     def _explain(self, place: str) -> str:
         """Return the rank that failed first and its error, or the silent ranks and the locations of the others."""

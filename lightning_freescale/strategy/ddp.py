@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.ddp import DDPBase
 from lightning_freescale._lightning.loops import Trainer
-from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, telling_failures
+from lightning_freescale._lightning.stop_points import SIGTERMException, StopPoints, ending_at_sigterm, with_reason
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.strategy.validation import refuse_several_optimizers, refuse_unequal_shapes
 
@@ -37,14 +38,14 @@ class TrainerDDP(DDPBase):
         self._notices = notices_of_ranks(self.group_timeout)  # before a hook of the user can fail
         if self._notices is not None:
             self.at_teardown.callback(self._close_notices, self._notices)
+        self.at_teardown.enter_context(ending_at_sigterm(self.trainer))
 
     def set_up_stopping(self, trainer: Trainer) -> None:
-        """Report signals and failures of a rank to all ranks from now on. Call it on every rank."""
+        """Stop all ranks at the same batch after a signal. Call it on every rank."""
         if (notices := self._notices) is None:
             return
         self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
         self.at_teardown.enter_context(self._stop_points.running())
-        self.at_teardown.enter_context(telling_failures(trainer, self._report_failure))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -67,12 +68,24 @@ class TrainerDDP(DDPBase):
         return super().all_gather(tensor, group, sync_grads)
 
     @override
+    def ended_by(self, error: BaseException) -> BaseException:
+        """Report the error to the other ranks, and add its reason, which may be on another rank.
+
+        If a rank received SIGTERM, the exception is a SIGTERMException on every rank.
+        """
+        notices = self._notices
+        if isinstance(error, SIGTERMException) and (notices is None or notices.why):
+            why = f"rank {self.global_rank} received SIGTERM" if notices is None else notices.why
+            return with_reason(error, f"{why}: all ranks stop here")
+        cause = "" if notices is None else notices.tell_or_explain(error)
+        return with_reason(SIGTERMException(), cause) if SIGTERMException.__name__ in cause else error
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self._stop_points is not None:
-            self._stop_points.explain(exception)
         super().on_exception(exception)
         exception.args = tuple(_renamed(argument) for argument in exception.args)
-        self._report_failure(exception)  # of a hook before or after the loop; failures inside it are reported already
+        if isinstance(exception, SIGTERMException):  # Python prints no text of an exception that has an exit status
+            print(exception, file=sys.stderr, flush=True)
 
     @contextmanager
     def reporting(self, during: str) -> Generator[None, None, None]:
@@ -99,11 +112,6 @@ class TrainerDDP(DDPBase):
         self.look_for_notices()
         if self._stop_points is not None:
             self._stop_points.end_training()
-
-    def _report_failure(self, exception: BaseException) -> None:
-        """Report this rank's failure to the other ranks. If another rank caused it, add that rank and its error instead."""
-        if self._notices is not None and not isinstance(exception, SIGTERMException):
-            self._notices.tell_or_explain(exception)
 
     def _close_notices(self, notices: RankNotices) -> None:
         notices.close()

@@ -1,4 +1,7 @@
-"""A SIGTERM to any of the ranks stops all of them at the same step, so that a checkpoint can be saved there."""
+"""A SIGTERM to any of the ranks stops all of them at the same step, so that a checkpoint can be saved there.
+
+The exit status is 143 on every rank, and callbacks receive the rank and the cause.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,15 @@ class Evicted(Recommender):
         super().validation_step(batch, batch_idx)
 
 
+class Hears(L.Callback):
+    """Keeps the text of the exception that it receives."""
+
+    text = ""
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.text = str(exception)
+
+
 def _fit(
     module: Recommender,
     path: Path | None = None,
@@ -62,12 +75,13 @@ def _fit(
     """Return whether a SIGTERM has stopped training."""
     data = Samples(64)
     datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64), **REPEATS)
-    callbacks: list[L.Callback] = [] if path is None else [callback(path)]
+    hears = Hears()
+    callbacks: list[L.Callback] = [hears] if path is None else [hears, callback(path)]
     run = trainer(
         strategy=FreeScaleStrategy(**(strategy or {})),
         devices=int(os.environ["WORLD_SIZE"]),
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=path is not None,
         **{"max_epochs": EPOCHS, "limit_val_batches": 0, **options},
     )
     L.seed_everything(7, verbose=False)
@@ -75,7 +89,9 @@ def _fit(
         run.fit(module, datamodule, ckpt_path=path / "on_exception.ckpt" if path is not None and resume else None)
     except SIGTERMException as stopped:
         assert run.received_sigterm
-        assert re.match(r"rank \d .*SIGTERM", str(stopped.code)), "not status 0"
+        assert stopped.code == 143
+        assert re.fullmatch(r"rank \d received SIGTERM: all ranks stop here", str(stopped))
+        assert hears.text == str(stopped)
         return True
     return False
 
@@ -153,3 +169,73 @@ def test_validation_stops_too_and_what_is_saved_is_whole(tmp_path: Path) -> None
     last_step, model_checkpoint, in_background = others
     assert last_step, "a signal after the last step is heard as well"
     assert model_checkpoint and in_background
+
+
+class Starts(Recommender):
+    """Some ranks fail in a hook before training."""
+
+    def __init__(self, hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> None:
+        super().__init__()
+        self.fails = lambda here: here == hook and self.global_rank in ranks and fail()
+
+    def setup(self, stage: str) -> None:
+        self.fails("setup")
+
+    def configure_model(self) -> None:
+        self.fails("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.fails("configure_optimizers")
+        return super().configure_optimizers()
+
+
+def _start(hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> tuple[type, Any, str]:
+    """Return the type and exit status of the exception that ends the fit, and the text that callbacks receive."""
+    hears, data = Hears(), Samples(64)
+    strategy = FreeScaleStrategy(timeout=timedelta(seconds=10))
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[hears])
+    with pytest.raises(BaseException) as ended:  # noqa: PT011 (which one is compared)
+        run.fit(Starts(hook, ranks, fail), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return ended.type, getattr(ended.value, "code", None), hears.text
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _terminate_twice() -> None:
+    _terminate()
+    _terminate()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("size", "hook", "ranks", "fail"),
+    [
+        (1, "configure_optimizers", [0], _terminate),
+        (2, "setup", [1], _terminate),
+        pytest.param(2, "setup", [0], _terminate_twice, marks=pytest.mark.slow),
+        pytest.param(3, "configure_model", [0, 1], _terminate, marks=pytest.mark.slow),
+        pytest.param(2, "configure_optimizers", [1], _terminate, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_before_training_ends_all_ranks_with_its_status(
+    size: int, hook: str, ranks: list[int], fail: Callable[[], None]
+) -> None:
+    for rank, (kind, code, text) in enumerate(run_distributed(_start, size, hook, ranks, fail, init=False)):
+        assert (kind, code) == (SIGTERMException, 143), text
+        own, others = f"rank {rank} received SIGTERM", [f"rank {other} received SIGTERM" for other in ranks]
+        assert own in text if rank in ranks else any(other in text for other in others)
+
+
+def _raise() -> None:
+    raise KeyError("the needle")
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("hook", ["setup", pytest.param("configure_optimizers", marks=pytest.mark.slow)])
+def test_callbacks_receive_rank_and_cause_of_a_failure_before_training(hook: str) -> None:
+    (_, _, heard), own = run_distributed(_start, 2, hook, [1], _raise, init=False)
+    assert own == (KeyError, None, "'the needle'")
+    assert "rank 1 has failed first: KeyError: 'the needle'" in heard
