@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_freescale._runtime.object_gather import gather_objects, gather_on_first_rank
 
@@ -64,6 +65,24 @@ def restore_accumulated(
         dense[name].grad = gradient.to(dense[name].device)
     if engine is not None:
         engine.restore_accumulated(mine["tables"])
+
+
+@contextmanager
+def refusing_another_optimizer(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Raise a ValueError if the block, which loads state dicts, removes options of the optimizers from their groups.
+
+    torch replaces the options by those of any other optimizer, and would raise a KeyError in the next step.
+    """
+    options = [[[name for name in each.defaults if name in group] for group in each.param_groups] for each in optimizers]
+    yield
+    for optimizer, of_groups in zip(optimizers, options):
+        for group, names in zip(optimizer.param_groups, of_groups):
+            if missing := [name for name in names if name not in group]:
+                raise ValueError(
+                    f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its parameter groups have the "
+                    f"options {', '.join(name for name in group if name != 'params')}, but not {', '.join(missing)}. Resume "
+                    "with the optimizer that wrote it, or load only the weights with model.load_state_dict"
+                )
 
 
 def gather_random_states(device: torch.device, group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from lightning_freescale.embeddings.managed_collision import get_input_history, 
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import Shard, ShardedTables
+
+_LISTED = 3
+"""The number of keys of each kind that an error lists."""
 
 Hold = Callable[[SpreadTensors], Mapping[Key, Tensor]]
 """A function that returns the entries of a state dict for spread tensors: whole tensors on rank 0, or placeholders."""
@@ -58,15 +62,14 @@ def module_state_dict(
 @torch.no_grad()
 def load_module_state_dict(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
     """Load an unsharded state dict into a sharded module. Each rank loads its part of the tables."""
-    module.load_state_dict(loaded_module_state(tables, whole), strict=strict)
+    module.load_state_dict(loaded_module_state(module, tables, whole, strict), strict=strict)
 
 
 @torch.no_grad()
-def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tables of an unsharded state dict, and return it with the sharded module's entries instead of the tables.
-
-    torch then reports missing and unexpected keys as usual.
-    """
+def loaded_module_state(
+    module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool = True
+) -> dict[str, Any]:
+    """Load the tables of an unsharded state dict, and return it with the sharded module's entries instead of the tables."""
     for remapping in id_remappings(tables):
         for prefix in remapping.prefixes:
             found = {name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole}
@@ -74,28 +77,62 @@ def loaded_module_state(tables: ShardedTables, whole: Mapping[str, Any]) -> dict
     states = [
         (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
     ]
-    return loaded_state(tables, tables.shards(), whole, {name: value for names, value in states for name in names})
+    held = {name: value for names, value in states for name in names}
+    return loaded_state(module, tables, tables.shards(), whole, held, strict)
 
 
 @torch.no_grad()
 def loaded_state(
-    tables: ShardedTables, shards: Iterable[Shard], whole: Mapping[str, Any], held: Mapping[str, Any]
+    module: nn.Module,
+    tables: ShardedTables,
+    shards: Iterable[Shard],
+    whole: Mapping[str, Any],
+    held: Mapping[str, Any],
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Load this rank's rows of an unsharded state dict into ``shards``.
 
-    Return the state dict with the values of ``held`` for keys that both have.
+    Return the state dict with the values of ``held`` for keys that both have, and for tables that it does not have.
     """
-    weights = {key: whole[name] for name, key in tables.state_dict_keys().items() if name in whole}
-    for table in tables.tables:
-        if table.key in weights and weights[table.key].shape != (table.rows, table.dim):
-            raise RuntimeError(
-                f"size mismatch for {table.key}: the checkpoint has shape {tuple(weights[table.key].shape)}, the table has "
-                f"shape ({table.rows}, {table.dim})"
-            )
+    names = tables.state_dict_keys()
+    _refuse_another_module(module, tables, whole, strict)
+    weights = {key: whole[name] for name, key in names.items() if name in whole}
     for shard in shards:
         if shard.table.key in weights:
             _read(weights[shard.table.key], shard, shard.weight)
-    return {**whole, **{name: value for name, value in held.items() if name in whole}}
+    return {**whole, **{name: value for name, value in held.items() if name in whole or name in names}}
+
+
+def _refuse_another_module(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:
+    """Raise a RuntimeError if the state dict has no or other tables; torch compares the other entries."""
+    sizes = {table.key: (table.rows, table.dim) for table in tables.tables}
+    expected: dict[str, tuple[int, ...]] = {name: sizes[key] for name, key in tables.state_dict_keys().items()}
+    found = {name: tuple(getattr(value, "shape", ())) for name, value in whole.items()}
+    if all(found.get(name, () if strict else size) == size for name, size in expected.items()):
+        return
+    sharded = {*expected, *tables.names_in_module()}
+    dense = {name: tuple(getattr(value, "shape", ())) for name, value in module.state_dict().items() if name not in sharded}
+    raise RuntimeError(
+        f"the checkpoint is of another model: {differences(expected | dense, found)}. Resume with the module that wrote it"
+    )
+
+
+def differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the first keys that are missing in ``found``, unexpected, or of another shape; empty if there are none."""
+    kinds = {
+        "missing keys": [key for key in expected if key not in found],
+        "unexpected keys": [key for key in found if key not in expected],
+        "keys of another shape": [
+            f"{key} of {found[key]} instead of {shape}"
+            for key, shape in expected.items()
+            if key in found and prod(found[key]) != prod(shape)
+        ],
+    }
+    return "; ".join(
+        f"{kind} {', '.join(keys[:_LISTED])}" + f" and {len(keys) - _LISTED} more" * (len(keys) > _LISTED)
+        for kind, keys in kinds.items()
+        if keys
+    )
 
 
 def optimizer_state_dict(
@@ -135,13 +172,7 @@ def load_optimizer_state_dict(
         stateful = weight.requires_grad and (key in groups.in_backward or groups.has_state(key))
         updates = int(states.get(key, {}).get("step", groups.step if stateful else 0))
         groups.updates[key] = extra.get("table_updates", {}).get(key, updates)
-    for shard in tables.shards():
-        updates = groups.updates[shard.table.key]
-        if updates and shard.state and shard.table.key not in states:
-            raise ValueError(
-                f"the checkpoint has no optimizer state for table {shard.table.key!r} after {updates} updates. Load only the "
-                "weights with model.load_state_dict, or resume from a checkpoint that was saved during fit."
-            )
+    _refuse_another_optimizer(tables, groups, states)
     for shard in tables.shards():
         for name, value in shard.state.items():
             source = states.get(shard.table.key, {}).get(name)
@@ -157,6 +188,22 @@ def load_optimizer_state_dict(
     for remapping in remappings if len(histories) == ranks else ():
         set_input_history(remapping.mc_module, histories[tables.group.rank()].get(remapping.prefixes[0]))
     return dense
+
+
+def _refuse_another_optimizer(tables: ShardedTables, groups: ParameterGroups, states: Mapping[str, Any]) -> None:
+    """Raise a ValueError on every rank if the states of the tables on any rank are not those of their optimizer. Collective."""
+    expected, found = {}, {}
+    for shard in tables.shards():
+        key, state = shard.table.key, states.get(shard.table.key, {})
+        if shard.state and groups.updates[key]:
+            shapes = {name: Piece.of(shard, (key, name), value).shape for name, value in shard.state.items()}
+            expected |= {f"{key} {name}": shape for name, shape in shapes.items()}
+            found |= {f"{key} {name}": tuple(value.shape) for name, value in state.items() if name != "step"}
+    if wrong := next(filter(None, gather_objects(differences(expected, found), tables.group)), ""):
+        raise ValueError(
+            f"the checkpoint has other optimizer states than those of the tables: {wrong}. Resume with the optimizer that "
+            "wrote it, or load only the weights with model.load_state_dict"
+        )
 
 
 def _read(source: Tensor | StoredTensor, shard: Shard, into: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import LoaderWrapper, rank_zero_warn
+from lightning_freescale.checkpoint.run_state import refusing_another_optimizer
 from lightning_freescale.training.lookahead_loader import UNKNOWN
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class LoopSteps:
         full = {name: value for name, value in state.items() if name != _EXTRA}
         with self.step.writing():
             dense = load_optimizer_state_dict(self.step.tables, self.step.groups, full, state.get(_EXTRA, {}))
-        type(self.optimizer).load_state_dict(self.optimizer, dense)
+        with refusing_another_optimizer([self.optimizer]):
+            type(self.optimizer).load_state_dict(self.optimizer, dense)
 
     # -- events of the loop
 

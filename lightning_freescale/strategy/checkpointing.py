@@ -28,6 +28,7 @@ from lightning_freescale.checkpoint.run_state import (
     gather_random_states,
     lay_out_buckets,
     noting_order,
+    refusing_another_optimizer,
     restore_accumulated,
     set_random_state,
 )
@@ -190,7 +191,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         # the optimizer must not keep tensors that are mapped from the checkpoint's file
         states = checkpoint_module("sharded_folder").materialized(checkpoint["optimizer_states"])
         states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, states)
-        super().load_optimizer_state_dict({"optimizer_states": states})
+        with refusing_another_optimizer(self.optimizers):
+            super().load_optimizer_state_dict({"optimizer_states": states})
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -46,9 +46,9 @@ class ShardAverages:
         """Return a checkpoint with this rank's shards in place of its tables."""
         found, names = dict(checkpoint), self._tables.state_dict_keys()
         held = {name: value for name, value in self.module.state_dict().items() if name in names}
-        found["state_dict"] = loaded_state(self._tables, self._shards(), checkpoint["state_dict"], held)
+        found["state_dict"] = loaded_state(self._live, self._tables, self._shards(), checkpoint["state_dict"], held)
         if _CURRENT in checkpoint:
-            found[_CURRENT] = loaded_module_state(self._tables, checkpoint[_CURRENT])
+            found[_CURRENT] = loaded_module_state(self._live, self._tables, checkpoint[_CURRENT])
         return found
 
     def _shards(self) -> Iterator[Shard]:

@@ -9,19 +9,21 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.checkpoint.conversion import opened, read
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import Recommender, Samples, collate, tables, trainer
 
 
 def _flip(path: Path) -> None:
@@ -164,9 +166,63 @@ class Larger(Large):
         self.net.hidden = self.net.hidden[:1]
 
 
-def test_another_model_is_refused_by_the_names_of_its_parameters(saved: Saved) -> None:
-    with pytest.raises(RankFailed, match=r"(?s)Missing key\(s\).*added.weight.*Unexpected key\(s\).*net.hidden.2.weight"):
-        run_distributed(fit, 2, Larger, resume=saved.folder / "single4.ckpt")
+class OtherTables(Large):
+    """A model with another table, and with more rows in the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        large, small = tables()
+        large.name, small.num_embeddings = "other", small.num_embeddings + 5
+        self.net.embeddings = EmbeddingCollection(tables=[large, small])
+
+
+class OtherOptimizer(Large):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+
+ANOTHER: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "dense parameters": ("single", Larger, r"Missing key\(s\).*added.weight.*Unexpected key\(s\).*net.hidden.2.weight"),
+    "tables": (
+        "sharded",
+        OtherTables,
+        r"missing keys \S+other.weight; unexpected keys \S+item.weight; keys of another shape \S+cat.weight of \(13, 8\) "
+        r"instead of \(18, 8\)",
+    ),
+    "states": (
+        "single",
+        partial(OtherOptimizer, "adam"),
+        r"missing keys \S+item.weight exp_avg, .* 1 more; unexpected keys .* sum, ",
+    ),
+    "shapes of states": (
+        "sharded",
+        partial(OtherOptimizer, "adagrad"),
+        r"item.weight sum of \(40000, 1\) instead of \(40000, 8\)",
+    ),
+    "options": (
+        "sharded",
+        partial(OtherOptimizer, "sgd"),
+        r"another optimizer than SGD: .*lr_decay.*but not momentum, dampening",
+    ),
+}
+"""The kind of the checkpoint, the model that resumes, and a pattern of its error."""
+
+
+def _refused(folder: Path) -> dict[str, str]:
+    found = {}
+    for name, (kind, make, _) in ANOTHER.items():
+        with pytest.raises((RuntimeError, ValueError)) as refused:
+            fit(make, resume=folder / f"{kind}4.ckpt")
+        found[name] = str(refused.value)
+    return found
+
+
+def test_another_model_or_optimizer_is_refused_by_its_keys(saved: Saved) -> None:
+    first, second = run_distributed(_refused, 2, saved.folder)
+    for name, error in first.items():
+        pattern = ANOTHER[name][-1]
+        assert re.search(f"(?s){pattern}", error) and re.search(f"(?s){pattern}", second[name]), (name, error, second[name])
 
 
 def _another_loop(folder: Path) -> list[list[str]]:
