@@ -2,6 +2,13 @@
 
 A table of ``--megabytes`` is sharded over ``--ranks`` processes with gloo on CPU. Memory is the private memory of a process
 (RssAnon). Pages of mapped files are reported separately, because the system can reclaim them.
+
+``--flips N`` instead changes one random byte N times in a file and in a folder, reads them, and counts the results:
+
+damaged          an error said that the checkpoint is damaged or incomplete
+unchanged        the contents were the same, for example after a change between two records
+wrong            other contents were read
+other_errors     another error was raised
 """
 
 from __future__ import annotations
@@ -16,8 +23,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
@@ -33,6 +43,9 @@ def main() -> None:
     options = _options()
     if options.rank_options:
         _rank(json.loads(options.rank_options))
+        return
+    if options.flips:
+        harness.finish(_flip_bytes(options), options)
         return
     shard = options.megabytes / options.ranks
     figures: dict[str, float] = {}
@@ -74,6 +87,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--folder", type=Path, default=None, help="folder of the checkpoints (default: a temporary one)")
+    parser.add_argument("--flips", type=int, default=0, help="changes of a random byte per format, instead of costs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the changes")
     parser.add_argument("--rank-options", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -120,6 +135,62 @@ def _consolidate(folder: Path) -> float:
     if process.returncode:
         raise SystemExit("freescale consolidate failed")
     return peak
+
+
+def _flip_bytes(options: argparse.Namespace) -> dict[str, float]:
+    random, figures = Random(options.seed), {}
+    for kind in ("single", "sharded"):
+        folder = Path(tempfile.mkdtemp(dir=options.folder))
+        try:
+            path = folder / "a.ckpt"
+            _run(options, kind=kind, path=str(path), load=False)
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            whole, found = _contents(path), Counter({"damaged": 0, "unchanged": 0, "wrong": 0, "other_errors": 0})
+            for _ in range(options.flips):
+                found[_read_flipped(path, random.choice(files), random, whole)] += 1
+        finally:
+            shutil.rmtree(folder)
+        print(f"{kind:>8}: {options.flips} changes: " + ", ".join(f"{count} {name}" for name, count in found.items()))
+        figures |= {f"{kind}_{name}": float(count) for name, count in found.items()}
+    return figures
+
+
+def _read_flipped(path: Path, file: Path, random: Random, whole: bytes) -> str:
+    size = file.stat().st_size
+    # every second change is near an end of the file, where there are no values of tables
+    place = random.randrange(size) if random.random() < 0.5 else random.randrange(-4096, 4096) % size
+    with open(file, "r+b") as content:
+        content.seek(place)
+        byte = content.read(1)[0]
+        content.seek(place)
+        content.write(bytes([byte ^ random.randrange(1, 256)]))
+        content.flush()
+        try:
+            return "unchanged" if _contents(path) == whole else "wrong"
+        except Exception as error:
+            damaged = isinstance(error, ValueError) and "is damaged or incomplete" in str(error)
+            if not damaged:
+                print(f"byte {place} of {file.name}: {type(error).__name__}: {error}", file=sys.stderr)
+            return "damaged" if damaged else "other_errors"
+        finally:
+            content.seek(place)
+            content.write(bytes([byte]))
+
+
+def _contents(path: Path) -> bytes:
+    """Return a digest of all values of a checkpoint."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from lightning_freescale.checkpoint.conversion import read_checkpoint
+    from lightning_freescale.checkpoint.sharded_folder import materialized
+
+    values, structure = pytree.tree_flatten(materialized(read_checkpoint(path)))
+    digest = sha256(repr(structure).encode())
+    for value in values:
+        digest.update(value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+        digest.update(repr(getattr(value, "dtype", type(value))).encode())
+    return digest.digest()
 
 
 class _Peak:
