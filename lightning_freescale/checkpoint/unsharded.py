@@ -192,7 +192,8 @@ def load_optimizer_state_dict(
 
 def _refuse_another_optimizer(tables: ShardedTables, groups: ParameterGroups, states: Mapping[str, Any]) -> None:
     """Raise a ValueError on every rank if the states of the tables on any rank are not those of their optimizer. Collective."""
-    expected, found = {}, {}
+    expected: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for shard in tables.shards():
         key, state = shard.table.key, states.get(shard.table.key, {})
         if shard.state and groups.updates[key]:
