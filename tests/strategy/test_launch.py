@@ -25,6 +25,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.docs.pages import DOCS, ROOT, save_files
 from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
+from tests.strategy.test_sigterm import Evicted
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -165,6 +166,38 @@ def test_a_job_of_slurm_that_is_started_again_goes_on(tmp_path: Path, signals: d
     first, second = run_distributed(train, 2, {}, folder=tmp_path)
     assert first == second < 40
     _assert_as_undisturbed(tmp_path)
+
+
+# -- jobs that are preempted
+
+
+class Late(L.Callback):
+    """Rank 0 needs more time for its end than Lightning grants after a process that it has started has ended."""
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        if trainer.global_rank == 0:
+            time.sleep(7)
+
+
+def evicted() -> None:
+    """Train until rank 1 receives SIGTERM, and write the exit status of each rank to a file."""
+    samples, fitting = Samples(64), trainer(devices=2, callbacks=[Late()])
+    try:
+        fitting.fit(Evicted([1]), FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate))
+    except SystemExit as stopped:
+        Path(f"status{fitting.global_rank}").write_text(str(stopped.code))
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
+def test_ranks_that_are_preempted_end_with_143(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from tests.strategy.test_launch import evicted\n\nevicted()\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = _run([sys.executable, *(torchrun if launcher == "torchrun" else []), "train.py"], tmp_path)
+    assert [(tmp_path / f"status{rank}").read_text() for rank in range(2)] == ["143", "143"], done.stderr[-3000:]
+    assert done.returncode == (1 if launcher == "torchrun" else 143)  # torchrun has a status of its own
+    assert "rank 1 received SIGTERM: all ranks stop here" in done.stderr
 
 
 # -- two hosts
