@@ -239,6 +239,10 @@ class FreeScaleDataModule(TrainerDataModule):
             self.train.destroy_group()
         self._reload_next_epoch(False)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Release what a failed run holds, because Lightning does not call :meth:`teardown` then."""
+        self.teardown("fit")
+
     def train_dataloader(self) -> BalancedDataLoader | BalancedStreamLoader:
         """Return the balanced loader of this rank."""
         trainer, train = self.trainer, self.train

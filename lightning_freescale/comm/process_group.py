@@ -69,9 +69,13 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         options: the options of the group.
         inner: a group of torch's own backends, which runs all other collectives.
         supports_reconfigure: whether ranks can be replaced. torch reads it since version 2.14.
+        interrupted: whether messages of a failed run may be left in the lane.
+        in_its_place: a list of the group that fits use now in the place of this one; empty if it is this one.
     """
 
     supports_reconfigure = False
+    interrupted = False
+    in_its_place: Sequence[ProcessGroupFreeScale] = ()
 
     def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
         rank, size = backend_opts.group_rank, backend_opts.group_size
@@ -88,6 +92,11 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         except BaseException as error:
             self._executor.give_up(error)
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lane has neither failed nor been closed."""
+        return not self._executor.failure
 
     @property
     def moves_by_nccl(self) -> bool:
@@ -254,8 +263,9 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         self._executor.wait_for_pending_works()
 
     def shutdown(self) -> None:
-        """Complete the submitted collectives, and close all connections."""
-        self._executor.wait_for_pending_works()
+        """Complete the submitted collectives unless the lane has failed, and close all connections."""
+        if self.is_open:
+            self._executor.wait_for_pending_works()
         self._executor.abort()
         self.inner.shutdown()
 

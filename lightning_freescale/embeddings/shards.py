@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.optim.fused import FusedOptimizerModule
 
 from lightning_freescale.comm import ProcessGroupFreeScale
+from lightning_freescale.comm.shared_lane import current_lane
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
@@ -69,8 +70,13 @@ class ShardedTables:
         self.modules = list(modules)
         self.optimizers = {key: how for _, module in modules for key, how in module.freescale_sharding.optimizers.items()}
         self.tables = [table for collection, _ in modules for table in collection.tables]
-        self.group: dist.ProcessGroup = modules[0][1]._env.process_group
+        self.torchrec_group: dist.ProcessGroup = modules[0][1]._env.process_group
         self.device: torch.device = modules[0][1]._device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks, which replaces ``torchrec_group`` after a failed run. TorchRec cannot change it."""
+        return current_lane(self.torchrec_group)
 
     def message_device(self) -> torch.device:
         """Return the device of the group's messages: the device of the shards, or the CPU if the group uses gloo."""

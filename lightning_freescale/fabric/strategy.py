@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from lightning_freescale.training.lookahead_loader import LookaheadLoader
 from lightning_freescale.training.setup import (
     TableStrategy,
     collections_of,
+    lane_of_tables,
     new_table_step,
     refuse_ddp_options,
     refuse_unknown_options,
@@ -282,12 +284,14 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
                 sharding.adopt(optimizer)
                 with speaking_of_fabric():
                     groups = ParameterGroups(optimizer, sharding)
-            tables = shard_tables(sharding, groups, None, self)
+            tables = shard_tables(sharding, groups, lane_of_tables(self, self.root_device), self)
         self.tables, self._module = tables, module
         module.to(self.root_device)
         wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self.ddp_options)
         step = new_table_step(self, _NAME, tables, module, groups, farewell=False, hold_gradients=self.clips_gradients)
         self.table_step = step
+        if step.engine is not None:  # Fabric has no hook at the end of a loop
+            weakref.finalize(self, step.engine.close, farewell=False).atexit = False
         if optimizer is None:
             return wrapped
         optimizers_to_device([optimizer], self.root_device)

@@ -38,8 +38,8 @@ class CheckpointFiles:
         self._pending: Future[Any] | None = None
 
     def set_up(self, timeout: timedelta) -> None:
-        """Create the process group for folders once. Collective."""
-        if self._in_folder and self._group is None:
+        """Create the process group for the folders of a run. Collective. After the run, folders use the default group."""
+        if self._in_folder:
             self._group = new_gloo_group(timeout)
 
     # -- saving
@@ -89,14 +89,10 @@ class CheckpointFiles:
             tables = {name for name, _ in of_tables}
             state = checkpoint["state_dict"]
             dense = [(name, state[name]) for name in parameters if name in state and name not in tables]
-            self._pending = self._thread.submit(self._write_folder, checkpoint, path, spread, dense + of_tables)
+            self._pending = self._thread.submit(_write_folder, checkpoint, path, spread, dense + of_tables, self._group)
         else:
-            self._write_folder(checkpoint, path, spread, [])
+            _write_folder(checkpoint, path, spread, [], self._group or dist.group.WORLD)
         return True
-
-    def _write_folder(self, checkpoint: dict[str, Any], path: Any, spread: list[Any], copies: list[tuple[str, Tensor]]) -> None:
-        _refuse_non_finite(copies, path, self._group)
-        checkpoint_module("sharded_folder").write(checkpoint, path, spread, self._group)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint, after a pending write is complete."""
@@ -114,7 +110,19 @@ class CheckpointFiles:
 
     def abandon(self) -> None:
         """Do not wait for a pending write, because training has failed and other ranks may have exited."""
-        self._pending, self.training = None, False
+        pending, self._pending, self.training = self._pending, None, False
+        if pending is not None:  # the thread and the group end with the write
+            thread, self._thread = self._thread, WorkerThread(self._thread.name)
+            group, self._group = self._group, None
+            thread.submit(dist.destroy_process_group, group)
+            thread.stop(timeout=0)
+
+    def tear_down(self) -> None:
+        """End the thread and destroy the process group."""
+        self._thread.stop()
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     # -- loading
 
@@ -134,6 +142,13 @@ class CheckpointFiles:
                 raise
             rank_zero_warn(f"{damage}. This run resumes from {found.path}, the newest complete checkpoint in the same folder")
         return cast(dict[str, Any], reading.read(found, weights_only))
+
+
+def _write_folder(
+    checkpoint: dict[str, Any], path: Any, spread: list[Any], copies: list[tuple[str, Tensor]], group: ProcessGroup | None
+) -> None:
+    _refuse_non_finite(copies, path, group)
+    checkpoint_module("sharded_folder").write(checkpoint, path, spread, group)
 
 
 def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:

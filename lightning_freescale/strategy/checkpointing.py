@@ -32,6 +32,7 @@ from lightning_freescale.checkpoint.run_state import (
     restore_accumulated,
     set_random_state,
 )
+from lightning_freescale.comm.shared_lane import distrust_lanes
 from lightning_freescale.strategy.checkpoint_files import CheckpointFiles, checkpoint_module
 from lightning_freescale.strategy.ddp import TrainerDDP
 from lightning_freescale.training.setup import TableStrategy
@@ -65,6 +66,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         """Make ``trainer.save_checkpoint`` gather each table only when it is written. Collective."""
         around_save_checkpoint(trainer, self._saving)
         self.files.set_up(self.group_timeout)
+        self.at_teardown.callback(self.files.tear_down)
 
     @contextmanager
     def _saving(self, path: Any) -> Generator[None, None, None]:
@@ -226,6 +228,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self.files.abandon()
+        distrust_lanes()
 
     @override
     def on_train_start(self) -> None:

@@ -21,6 +21,7 @@ from lightning_freescale._lightning.weight_averaging import average_shards, aver
 from lightning_freescale.strategy.clipping import clip_options, refuse_clipping
 from lightning_freescale.strategy.validation import refuse_averages, refuse_run
 from lightning_freescale.training.setup import (
+    lane_of_tables,
     new_table_step,
     refuse_ddp_options,
     shard_tables,
@@ -123,7 +124,9 @@ def _shard(
     from lightning_freescale.embeddings.shards import ShardedTables
 
     earlier, groups = ShardedTables.from_collections(found), None
-    if earlier is not None and not fitting and earlier.device == strategy.root_device:
+    lane = lane_of_tables(strategy, strategy.root_device)
+    usable = earlier is not None and earlier.device == strategy.root_device and (earlier.torchrec_group is lane or not plain)
+    if earlier is not None and usable and not fitting:
         return earlier
     try:
         with table_sharding(trainer.lightning_module, strategy.root_device, strategy, found) as sharding:
@@ -132,7 +135,7 @@ def _shard(
                 strategy.groups = groups = ParameterGroups(strategy.optimizers[0], sharding)
                 if plain:
                     refuse_clipping(trainer, plain, groups.optimizers)
-            return shard_tables(sharding, groups, earlier, strategy)
+            return shard_tables(sharding, groups, lane, strategy)
     except BaseException:
         strategy.optimizers = []  # their states may belong to blueprints, which teardown cannot move
         raise

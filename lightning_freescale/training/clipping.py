@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
 
 _TORCHS = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_, torch.nn.utils.clip_grads_with_norm_)
+_checks: list[WeakMethod[Any]] = []
+"""The checks of all runs. They are weak, because a loop over Fabric has no end at which its check could be removed."""
+_patches = ExitStack()
 
 
 class JointClipping:
@@ -80,10 +84,15 @@ class JointClipping:
     @contextmanager
     def checking_torch(self) -> Iterator[None]:
         """Raise an error in the context if torch's functions would have clipped tables of the unsharded module."""
-        with ExitStack() as stack:
-            for function in _TORCHS:
-                stack.enter_context(_checked(function, self._refuse_without_tables))
+        for function in _TORCHS if not _checks else ():
+            _patches.enter_context(_checked(function))
+        _checks.append(check := WeakMethod(self._refuse_without_tables))
+        try:
             yield
+        finally:
+            _checks.remove(check)
+            if not _checks:
+                _patches.close()
 
     def _refuse_without_tables(self, name: str, parameters: list[Tensor], limit: float) -> None:
         if self._clipping or math.isinf(limit):  # an infinite limit only computes the norm
@@ -100,8 +109,8 @@ class JointClipping:
 
 
 @contextmanager
-def _checked(function: Any, check: Callable[[str, list[Tensor], float], None]) -> Iterator[None]:
-    """Call ``check`` before one of torch's functions in the context, also for callers that imported it by name."""
+def _checked(function: Any) -> Iterator[None]:
+    """Call all checks before one of torch's functions in the context, also for callers that imported it by name."""
     # its decorator keeps the function in a cell of its closure, which all calls read
     cell = dict(zip(function.__code__.co_freevars, function.__closure__))["func"]
     run, signature = cell.cell_contents, inspect.signature(function)
@@ -113,7 +122,8 @@ def _checked(function: Any, check: Callable[[str, list[Tensor], float], None]) -
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             given["parameters"] = parameters or given["parameters"]  # torch warns about an empty generator
         limit = given["clip_value"] if "clip_value" in given else given["max_norm"]
-        check(function.__name__.removeprefix("_"), parameters, float(limit))
+        for check in filter(None, [held() for held in _checks]):
+            check(function.__name__.removeprefix("_"), parameters, float(limit))
         return run(**given)
 
     cell.cell_contents = checked

@@ -9,7 +9,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import rank_zero_info, rank_zero_warn
-from lightning_freescale.comm import BACKEND, ProcessGroupFreeScale, ProcessGroupFreeScaleOptions
+from lightning_freescale.comm import ProcessGroupFreeScale, ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.options import LazyGlooOptions
+from lightning_freescale.comm.shared_lane import shared_lane
 
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
@@ -265,13 +266,9 @@ def table_sharding(module: nn.Module, device: torch.device, strategy: TableStrat
 
 
 def shard_tables(
-    sharding: TableSharding, groups: ParameterGroups | None, earlier: ShardedTables | None, strategy: TableStrategy
+    sharding: TableSharding, groups: ParameterGroups | None, lane: ProcessGroupFreeScale, strategy: TableStrategy
 ) -> ShardedTables:
-    """Shard the tables, each with its optimizer in ``groups``, and return them. Collective.
-
-    TorchRec's own exchanges get a process group of their own, or that of ``earlier`` tables with the same options. The default
-    group stays as Lightning made it.
-    """
+    """Shard the tables, each with its optimizer in ``groups``, and return them. Collective."""
     optimizers = sharding.in_backward if groups is None else groups.optimizers
     lazy = [] if groups is None else sorted(key for key, how in optimizers.items() if how.moves_without_gradient)
     if lazy:
@@ -281,14 +278,18 @@ def shard_tables(
             "torch.optim.SparseAdam do. With 'ddp', the dense optimizer also updates all other rows in every step. Expect "
             "different weights, unless the loss depends on all rows of the table"
         )
+    return sharding.shard(group=lane, local_world_size=strategy.num_processes, plan=strategy.plan, optimizers=optimizers)
+
+
+def lane_of_tables(strategy: TableStrategy, device: torch.device) -> ProcessGroupFreeScale:
+    """Return the process group of TorchRec's own exchanges. The default group stays as Lightning made it. Collective.
+
+    A model needs it after its fit, too: for lookups, and to be saved.
+    """
     # no compute overlaps these exchanges, and NCCL is the fastest transport then. The other transports are for the overlapped
     # exchange, whose collections have process groups of their own
-    transport = "native" if strategy.transport == "auto" and sharding.device.type == "cuda" else strategy.transport
-    options = LazyGlooOptions(transport, name="embedding", priority=1)
-    group = earlier.group if earlier is not None else None
-    if not isinstance(group, ProcessGroupFreeScale) or group.options != options:
-        group = cast("dist.ProcessGroup", dist.new_group(backend=BACKEND, timeout=strategy.group_timeout, pg_options=options))
-    return sharding.shard(group=group, local_world_size=strategy.num_processes, plan=strategy.plan, optimizers=optimizers)
+    transport = "native" if strategy.transport == "auto" and device.type == "cuda" else strategy.transport
+    return shared_lane(LazyGlooOptions(transport, name="embedding", priority=1), strategy.group_timeout)
 
 
 def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from lightning_freescale.comm.shared_lane import discard_group
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.id_prediction import GivesUp
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
@@ -305,7 +306,7 @@ class OverlappedCollection:
             if stopped:
                 dist.destroy_process_group(group)
             else:  # its exchange waits for a rank that may have failed
-                group.abort()
+                discard_group(group)
 
     # -- refusals
 

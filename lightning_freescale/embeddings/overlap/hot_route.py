@@ -91,6 +91,7 @@ class HotRouting:
         # each group chooses its transport, so the ranks have to agree
         if not take_turns or not any(gather_objects(group.moves_by_nccl or main.moves_by_nccl, main)):
             return group
+        dist.destroy_process_group(group)
         if self.hot_rows == "auto":
             self.takes_turns = True
             return None
