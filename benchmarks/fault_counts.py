@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_kinds import SAVES_EVERY, STEPS
+from fault_kinds import KINDS, SAVES_EVERY, STEPS
 
 CONFIDENCE = 0.95
 
@@ -61,12 +61,21 @@ class Counts:
         self.found += [[seed, number, kind, defect, text[:300]] for defect, text in found]
 
     def figures(self, defects: tuple[str, ...], ends: tuple[str, ...]) -> dict[str, float]:
-        """Return the counts, and the largest share of runs with each defect that they support, as ``DEFECT_at_most``."""
+        """Return the counts, the largest share of runs with each defect that they support, and the most seconds to the end.
+
+        The shares are called ``DEFECT_at_most``. The seconds are those of all kinds, of the kinds that the ranks notice without
+        a timeout, and of those during the start.
+        """
         runs = self.counts["runs"]
         found = {name: float(self.counts[name]) for name in ("runs", *defects, *ends)}
         found |= {f"{name}_at_most": largest_share(self.counts[name], runs) for name in defects}
         found["kinds"] = float(len(self.kinds))
-        return found | {"slowest_seconds": max((of_kind["slowest_seconds"] for of_kind in self.kinds.values()), default=0.0)}
+        noticed = [name for name in self.kinds if name in KINDS and not KINDS[name].timeout]
+        groups = {"": [*self.kinds], "noticed_": noticed, "start_": [name for name in noticed if KINDS[name].steps == (0, 0)]}
+        return found | {f"slowest_{group}seconds": self._slowest(names) for group, names in groups.items()}
+
+    def _slowest(self, kinds: list[str]) -> float:
+        return max((self.kinds[name]["slowest_seconds"] for name in kinds), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
         """Return what a result has beside its figures."""

@@ -154,8 +154,8 @@ def test_counts_of_faults_add_up(tmp_path: Path) -> None:
     added.add(4, 0, "killed", [], 2.0, "resumed")
     figures = added.figures(("hangs",), ("resumed", "failed"))
     assert figures == pytest.approx(
-        {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "slowest_seconds": 15.0}
-        | {"hangs_at_most": largest_share(1, 2), "kinds": 1}
+        {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "hangs_at_most": largest_share(1, 2), "kinds": 1}
+        | {"slowest_seconds": 15.0, "slowest_noticed_seconds": 15.0, "slowest_start_seconds": 0.0}
     )
     assert added.kinds == {"killed": {"runs": 2, "slowest_seconds": 15.0}}
     for expected, seed, text in ((Counts.new(["killed"], 15.0), 3, "seed 3"), (Counts.new(["killed"], 9.0), 4, "other kinds")):
