@@ -60,6 +60,15 @@ class Counts:
         of_kind["slowest_seconds"] = round(max(of_kind["slowest_seconds"], seconds), 1)
         self.found += [[seed, number, kind, defect, text[:300]] for defect, text in found]
 
+    def add_earlier(self, other: Counts) -> None:
+        """Add the runs of other seeds."""
+        self.parts[:0], self.found[:0] = other.parts, other.found
+        self.counts.update(other.counts)
+        for kind, of_other in other.kinds.items():
+            mine = self.kinds.setdefault(kind, {"runs": 0, "slowest_seconds": 0.0})
+            mine["runs"] += of_other["runs"]
+            mine["slowest_seconds"] = max(mine["slowest_seconds"], of_other["slowest_seconds"])
+
     def figures(self, defects: tuple[str, ...], ends: tuple[str, ...]) -> dict[str, float]:
         """Return the counts, the largest share of runs with each defect that they support, and the most seconds to the end.
 

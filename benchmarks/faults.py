@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     drawn = enumerate(draw_cases(options.kinds, options.runs, options.seed))
     cases = [(number, case) for number, case in drawn if not options.only or number in options.only]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    counts, missed, began, runs = options.counts, list[str](), time.monotonic(), 0
+    counts, missed, began, runs = Counts.new(options.kinds, options.grace), list[str](), time.monotonic(), 0
     print(
         f"{'run':>4} {'kind':<36} {'checkpoint':<10} {'ranks':>5} {'struck':<10} {'step':>4} {'ended after':>11}  found",
         flush=True,
@@ -117,6 +117,8 @@ def _print(number: int, case: Case, found: Found, seconds: float, how: str) -> N
 
 def _finish(counts: Counts, options: argparse.Namespace) -> None:
     """Print and write the counts of this call and of those to which they are added."""
+    if options.append is not None:  # read now, because another call may have added its runs
+        counts.add_earlier(Counts.read(options.append, Counts.new(options.kinds, options.grace), options.seed))
     figures, more = counts.figures(DEFECTS, ENDS), counts.as_json()
     for name in DEFECTS:
         print(f"{name} {figures[name]:.0f} of {figures['runs']:.0f} runs, at most {figures[f'{name}_at_most']:.2%}")
@@ -151,10 +153,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.runs = len(options.kinds) * (1 if options.self_test else 2)
     if options.runs < 1:
         parser.error(f"--runs {options.runs}: at least 1")
-    options.counts = Counts.new(options.kinds, options.grace)
     if options.append is not None:
         try:
-            options.counts = Counts.read(options.append, options.counts, options.seed)
+            Counts.read(options.append, Counts.new(options.kinds, options.grace), options.seed)
         except ValueError as error:
             parser.error(str(error))
     return options

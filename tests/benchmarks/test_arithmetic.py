@@ -150,8 +150,9 @@ def test_counts_of_faults_add_up(tmp_path: Path) -> None:
     begun.add(3, 0, "killed", [("hangs", "rank 1"), ("hangs", "rank 2")], 15.04, "failed")
     begun.parts.append({"seed": 3, "runs": 1})
     path.write_text(json.dumps(begun.as_json()))
-    added = Counts.read(path, Counts.new(["killed"], 15.0), 4)
+    added = Counts.new(["killed"], 15.0)
     added.add(4, 0, "killed", [], 2.0, "resumed")
+    added.add_earlier(Counts.read(path, Counts.new(["killed"], 15.0), 4))
     figures = added.figures(("hangs",), ("resumed", "failed"))
     assert figures == pytest.approx(
         {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "hangs_at_most": largest_share(1, 2), "kinds": 1}
