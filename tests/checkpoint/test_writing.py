@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
 from lightning_freescale import BubbleProfiler
-from lightning_freescale.checkpoint import partial_files
+from lightning_freescale.checkpoint import partial_files, sharded_folder
+from lightning_freescale.checkpoint.conversion import read_checkpoint, write_folder
 from lightning_freescale.checkpoint.spread_tensors import Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import ShardedTables
@@ -87,6 +88,21 @@ def test_a_later_one_of_either_kind_takes_the_place_of_an_earlier_one(tmp_path: 
     """Check a run that resumes with another ``checkpoint=`` and saves under the same names."""
     expected = [(folder, ["last.ckpt"]) for folder in (False, False, True, True, False)]
     assert run_distributed(_save_over, 2, tmp_path / "last.ckpt") == [expected] * 2
+
+
+def test_a_folder_whose_files_were_removed_meanwhile_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write_pieces = tmp_path / "last.ckpt", sharded_folder.write_pieces
+
+    def lose_pieces(folder: Path, *rest: Any) -> Any:
+        sums = write_pieces(folder, *rest)
+        next(folder.glob("*.distcp")).unlink()
+        return sums
+
+    write_folder({"state_dict": {"table": torch.ones(1024, 1024)}, "step": 1}, path)
+    monkeypatch.setattr(sharded_folder, "write_pieces", lose_pieces)
+    with pytest.raises(RuntimeError, match=r"last\.ckpt could not be written: .*No such file .*distcp"):
+        write_folder({"state_dict": {"table": torch.ones(1024, 1024)}, "step": 2}, path)
+    assert read_checkpoint(path)["step"] == 1 and [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def _refuses_to_exchange(*_: Any) -> int:
