@@ -56,7 +56,7 @@ class Point:
     process: int
     progress: np.ndarray
     checkpoints: Path
-    taken: list[bytearray] = field(default_factory=list, init=False)  # memory that nobody else can use
+    taken: list[bytearray] = field(default_factory=list, init=False)  # memory that the training cannot use
     _calls: int | None = field(default=None, init=False)  # until the fault occurs in a part of the training
 
     def is_due(self, place: str) -> bool:
