@@ -112,7 +112,7 @@ def write(
         tensors = {_name_of(key): _described(each, key) for each in spread for key in each.keys}
         content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
-        if lost := [name for name in content["files"] if not remote_files.exists_in(place, name)]:
+        if lost := [name for of_rank in files for name in of_rank if not remote_files.exists_in(place, name)]:
             raise FileNotFoundError(f"No such file or directory: {lost[0]} in {place}. Another process has removed it")
         if isinstance(place, str):
             content["folder"] = place.rpartition("/")[2]
