@@ -29,8 +29,8 @@ from lightning_freescale.comm.rank_notices import RankNotices, attempt_store, ha
 from lightning_freescale.comm.transports.p2p import until_another_fails
 
 GROUP_TIMEOUT = timedelta(minutes=5)
-"""The timeout of all groups but the default one, if the user sets none. They wait for one step at most. The default group also
-waits for slow set-up and saving, and keeps Lightning's timeout."""
+"""The timeout of all groups but the default one, if the user sets none. They wait for a step or for a part of a checkpoint.
+The default group also waits for slow set-up and loading, and keeps Lightning's timeout."""
 
 
 class _OptionsOfDDP:
@@ -66,11 +66,6 @@ class _OptionsOfDDP:
 
 class DDPBase(_OptionsOfDDP, DDPStrategy):
     """Base class of strategies for the Trainer that shard, wrap and restore the module themselves."""
-
-    @property
-    def default_group_timeout(self) -> timedelta | None:
-        """The timeout of the default group, and of everything that takes as long as set-up and saving."""
-        return self._timeout
 
     @override
     def setup_distributed(self) -> None:

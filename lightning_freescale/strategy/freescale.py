@@ -94,7 +94,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             the next save or at the end of training. Any number of ranks can read every format, with any value of this option.
             Non-finite parameters are never saved: the strategy raises an error and keeps earlier checkpoints.
         **ddp_options: ``timeout`` applies to all process groups. Without it, the default group has Lightning's timeout, and
-            the groups for rows, plans and measurements have five minutes. Other options are those of
+            the groups for rows, plans, measurements and checkpoints have five minutes. Other options are those of
             :class:`lightning.pytorch.strategies.DDPStrategy`; unknown ones are passed to ``DistributedDataParallel``.
 
     Attributes:
