@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
 from lightning_freescale.checkpoint.held_files import WHOLE
@@ -28,6 +30,7 @@ _LARGE = 1 << 20
 """The smallest matrix, in bytes, that a folder stores as a separate tensor."""
 _ROWS_AT_ONCE = 1 << 18
 _MISSING = "it does not exist"
+_UNREADABLE = "unreadable: "
 _ATTEMPTS = 20
 
 T = TypeVar("T")
@@ -61,39 +64,55 @@ class Opened:
 def opened(path: Location, *, together: bool) -> Opened:
     """Open a checkpoint, and check by its checksums that it is complete.
 
-    If ``together``, the ranks open the same contents, and each checks a share. Collective then.
+    If ``together``, the ranks open the same contents, and each checks a share. Collective then, and all ranks raise.
+
+    Raises:
+        ValueError: it is damaged or incomplete.
+        OSError: it does not exist, or a rank cannot read it.
     """
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
     for attempt in range(_ATTEMPTS):
         checkpoint = _tried(lambda: Opened(path))
         mine = checkpoint.identity if isinstance(checkpoint, Opened) else checkpoint
         identities = [mine] if ranks == 1 else gather_objects(mine)
-        if len(set(identities)) == 1:
+        if len(set(identities)) == 1 or any(str(each).startswith(_UNREADABLE) for each in identities):
             break
         time.sleep(0.01 * attempt)  # another job has replaced the checkpoint meanwhile
     reason = checkpoint if isinstance(checkpoint, str) else _tried(lambda: checkpoint.damage(rank, ranks))
     if not reason and mine != identities[0]:
         reason = "it reads other contents than rank 0. Another job writes this checkpoint, or the hosts share no file system"
     reasons = [reason] if ranks == 1 else gather_objects(reason)
+    _refuse(path, reasons)
+    assert isinstance(checkpoint, Opened)
+    return checkpoint
+
+
+def _refuse(path: Location, reasons: list[str]) -> None:
+    """Raise an error if a rank has a reason not to load a checkpoint."""
     if set(reasons) == {_MISSING}:
         raise FileNotFoundError(f"the checkpoint {path} does not exist")
     found = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}
+    unreadable = {reason.removeprefix(_UNREADABLE): found[reason] for reason in found if reason.startswith(_UNREADABLE)}
+    listed = "; ".join(f"rank {rank}: {reason}" for reason, rank in (unreadable or found).items())
+    if unreadable:
+        raise OSError(f"the checkpoint {path} could not be read: {listed}. Nothing was loaded.")
     if found:
-        listed = "; ".join(f"rank {rank}: {reason}" for reason, rank in found.items())
         raise ValueError(
             f"the checkpoint {path} is damaged or incomplete ({listed}). Nothing was loaded. Resume from an earlier checkpoint."
         )
-    assert isinstance(checkpoint, Opened)
-    return checkpoint
 
 
 def _tried(do: Callable[[], T]) -> T | str:
     try:
         return do()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return _MISSING
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
+    except MemoryError:
+        raise
+    except Exception as error:  # file systems raise errors of many types
+        full = isinstance(error, OSError) and error.errno == errno.EMFILE
+        advice = ". Raise ulimit -n above the number of files of the checkpoint, which stay open" if full else ""
+        return f"{_UNREADABLE}{error_text(error)}{advice}"
 
 
 def newest_other_checkpoint(path: Location) -> Opened | None:

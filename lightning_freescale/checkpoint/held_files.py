@@ -1,4 +1,7 @@
-"""The files of a checkpoint that is read. They stay readable and the same while another job replaces the checkpoint."""
+"""The files of a checkpoint that is read. They stay readable and the same while another job replaces the checkpoint.
+
+On NFS, this does not hold if the other job runs on another host: reading may then end with 'Stale file handle'.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ class HeldFiles(FileSystem):
         return all(name in self._open for name in (MANIFEST, *names))
 
     def _hold(self, name: str, place: str) -> None:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             self._open[name] = os.open(place, os.O_RDONLY, dir_fd=self._open[WHOLE])
 
     def listed(self) -> tuple[str, list[str]]:
         """Return the subfolder and the names of the files that the manifest lists; nothing if the manifest is damaged."""
-        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError):
             content = json.loads((self / MANIFEST).read_bytes())
             return content.get("folder", ""), [*content["files"]]
         return "", []

@@ -91,15 +91,16 @@ def claimed(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{_PREFIX}{_machine()}-{uuid4().hex[:16]}{_SUFFIX}")
     with open(beside.with_suffix(".new"), "xb") as lock:
-        with suppress(OSError):  # some file systems have no locks. No process removes files there
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # without a lock, another process must not remove the file before it is a day old
+            beside = path.with_name(beside.name.replace(_machine(), _UNKNOWN, 1))
         os.rename(lock.name, beside)  # another process can find the file only after it is locked
         try:
             _remove_abandoned(beside)
             yield beside
         finally:
-            _remove(folder_of(beside))
-            _remove(beside)
+            _remove_both(beside)
 
 
 def folder_of(beside: Path) -> Path:
@@ -123,10 +124,16 @@ def _remove_abandoned(mine: Path) -> None:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_abandoned(beside, mine):
-                    _remove(folder_of(beside))
-                    _remove(beside)
+                    _remove_both(beside)
             finally:
                 os.close(held)
+
+
+def _remove_both(beside: Path) -> None:
+    """Remove the folder, and then the file, without which a later save would not find the rest of the folder."""
+    _remove(folder_of(beside))
+    if not folder_of(beside).exists():
+        _remove(beside)
 
 
 def _is_abandoned(beside: Path, mine: Path) -> bool:

@@ -66,7 +66,7 @@ def _replacing(address: str) -> Iterator[Any]:
     system, place = _found(address)
     if system.isdir(place):
         raise _other_kind(address, "folder", "file")
-    with partial_files.naming(address), NamedTemporaryFile() as file:
+    with partial_files.naming(address), _temporary_file() as file:
         yield file
         file.flush()
         _send(Path(file.name), address)
@@ -103,7 +103,7 @@ def _written_at(path: Location) -> float:
 
 @contextmanager
 def new_folder(address: str) -> Iterator[str]:
-    """Yield the address of the folder for one save, which is removed after an error."""
+    """Yield the address of the folder for one save. It is removed after an error if the manifest does not name it."""
     system, place = _found(address)
     if system.isfile(place):
         raise _other_kind(address, "file", "folder")
@@ -111,9 +111,19 @@ def new_folder(address: str) -> Iterator[str]:
     try:
         yield f"{address}/{name}"
     except BaseException:
-        with suppress(OSError):
-            system.rm(f"{place}/{name}", recursive=True)
+        with suppress(Exception):  # another error would hide the cause. A later save removes what is left
+            if not _names(address, name):
+                system.rm(f"{place}/{name}", recursive=True)
         raise
+
+
+def _names(address: str, subfolder: str) -> bool:
+    """Return whether the manifest of a folder names a subfolder."""
+    system, place = _found(address)
+    try:
+        return subfolder.encode() in system.cat_file(f"{place}/{MANIFEST}")
+    except FileNotFoundError:
+        return False
 
 
 def staging(place: Location) -> AbstractContextManager[Path]:
@@ -125,6 +135,17 @@ def staging(place: Location) -> AbstractContextManager[Path]:
 def _temporary() -> Iterator[Path]:
     with TemporaryDirectory() as folder:
         yield Path(folder)
+
+
+@contextmanager
+def _temporary_file() -> Iterator[Any]:
+    try:
+        created = NamedTemporaryFile()  # noqa: SIM115 (it is closed below)
+    except OSError as error:  # a FileNotFoundError would say that the checkpoint is missing
+        advice = "Set TMPDIR to a folder that this rank can write"
+        raise OSError(f"a temporary file cannot be created ({error}). {advice}") from error
+    with created as file:
+        yield file
 
 
 def exists_in(place: Location, name: str) -> bool:
@@ -147,11 +168,12 @@ def publish(stage: Path, place: Location, folder: Location) -> None:
     with suppress(FileNotFoundError):
         earlier, _ = _CopiedFiles(str(folder)).listed()
     _send(stage / MANIFEST, f"{folder}/{MANIFEST}")
-    system, root = _found(str(folder))
-    for found in system.ls(root, detail=False):
-        name = found.rstrip("/").rpartition("/")[2]
-        if name == earlier or (_NEW.fullmatch(name) and _is_abandoned(system, root, name)):
-            system.rm(f"{root}/{name}", recursive=True)
+    with suppress(Exception):  # the checkpoint is complete, and another job may remove the same files
+        system, root = _found(str(folder))
+        for found in system.ls(root, detail=False):
+            name = found.rstrip("/").rpartition("/")[2]
+            if name == earlier or (_NEW.fullmatch(name) and _is_abandoned(system, root, name)):
+                system.rm(f"{root}/{name}", recursive=True)
 
 
 def _is_abandoned(system: Any, root: str, name: str) -> bool:
@@ -197,7 +219,7 @@ class _CopiedFiles(HeldFiles):
     def __truediv__(self, name: str) -> Path:
         if name not in self._open:
             place = {WHOLE: self._place, MANIFEST: f"{self._place}/{MANIFEST}"}.get(name)
-            with suppress(FileNotFoundError), NamedTemporaryFile() as file:
+            with _temporary_file() as file, suppress(FileNotFoundError):
                 self._system.get_file(place or "/".join(filter(None, (self._place, self._subfolder, name))), file.name)
                 self._open[name] = os.open(file.name, os.O_RDONLY)
         return super().__truediv__(name)

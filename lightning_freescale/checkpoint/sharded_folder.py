@@ -124,7 +124,7 @@ def write(
         # rank 0 chooses the name, so ranks of two jobs never write into one folder
         name = together(begin if rank == 0 else None, what, group)[0]
         place = Path(name) if isinstance(folder, Path) else name
-        stage = held.enter_context(remote_files.staging(place))
+        stage = Path(together(lambda: str(held.enter_context(remote_files.staging(place))), what, group)[rank])
         together(write_meta if rank == 0 else None, what, group)
         together(look, what, group)
         sums |= write_pieces(stage, [piece for each in spread for piece in each.own], what, group)
@@ -170,7 +170,11 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
 
 
 def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
-    """Return a description of the damage to this rank's share of the files; empty if there is none."""
+    """Return a description of the damage to this rank's share of the files; empty if there is none.
+
+    Raises:
+        OSError: a file that is there could not be read.
+    """
     try:
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:
@@ -180,7 +184,7 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
                 return f"the file {name} has {size} bytes instead of {expected['bytes']}"
             if _crc_of_file(folder / name) != expected["crc32"]:
                 return f"the file {name} has changed since it was written: its checksum differs"
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         return str(error)
     return ""
 

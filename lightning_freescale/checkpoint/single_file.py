@@ -5,6 +5,7 @@ Writing is atomic. The tables are written one by one and mapped into memory for 
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import zipfile
@@ -24,6 +25,8 @@ from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTens
 _READ_AT_ONCE = 1 << 20
 _IS_FOLDER = 16  # an attribute of a record; torch does not read a record with it
 _PART_BYTES = 1 << 26
+_OF_DAMAGE = {None, errno.EINVAL, errno.ENOENT}
+"""The numbers of the OSErrors that damage causes: of decompressors, of positions outside of the file, and of a lost file."""
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
@@ -66,7 +69,11 @@ def read(path: Path, weights_only: bool | None) -> Any:
 
 
 def damage(path: Path, rank: int, ranks: int) -> str:
-    """Return a description of the damage to this rank's share of the records; empty if there is none."""
+    """Return a description of the damage to this rank's share of the records; empty if there is none.
+
+    Raises:
+        OSError: the file could not be read.
+    """
     try:
         if not path.stat().st_size:
             return "it is empty"
@@ -82,6 +89,8 @@ def damage(path: Path, rank: int, ranks: int) -> str:
     except MemoryError:
         raise
     except Exception as error:  # damage makes zipfile, its decompressors and torch raise errors of many types
+        if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
+            raise
         return error_text(error)
     return ""
 

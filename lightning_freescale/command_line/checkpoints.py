@@ -37,14 +37,12 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _new_parser(command: str) -> argparse.ArgumentParser:
-    from lightning_freescale.checkpoint.remote_files import located
-
     consolidates = command == "consolidate"
     parser = argparse.ArgumentParser(f"freescale {command}", description=_CONSOLIDATE if consolidates else _CHANGES)
     add = parser.add_argument
     if consolidates:
-        add("checkpoint", type=located, help="a .ckpt file or folder of the Trainer")
-        add("target", type=located, help="file or folder to write")
+        add("checkpoint", type=_location, help="a .ckpt file or folder of the Trainer")
+        add("target", type=_location, help="file or folder to write")
         add(
             "--to",
             choices=["weights", "single", "sharded"],
@@ -52,12 +50,21 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
             help="only weights, for module.load_state_dict(torch.load(file)), or the whole checkpoint as a file or a folder",
         )
     else:
-        add("old", type=located, help="the checkpoint that the server has loaded, a file or a folder")
-        add("new", type=located, help="a later checkpoint of the same module")
-        add("target", type=located, help="file to write: {name: {'ids': ..., 'rows': ...}}, for torch.load")
+        add("old", type=_location, help="the checkpoint that the server has loaded, a file or a folder")
+        add("new", type=_location, help="a later checkpoint of the same module")
+        add("target", type=_location, help="file to write: {name: {'ids': ..., 'rows': ...}}, for torch.load")
     add("--force", action="store_true", help="replace an existing target")
     add("--trust", action="store_true", help="allow the checkpoint to run code, which hyperparameters may require")
     return parser
+
+
+def _location(text: str) -> Location:
+    from lightning_freescale.checkpoint.remote_files import located
+
+    try:
+        return located(text)
+    except (ImportError, ValueError) as error:  # the file system is not installed, or it is not known
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def _consolidate(checkpoint: dict[str, Any], options: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import zlib
 from collections.abc import Callable
@@ -64,6 +65,14 @@ def _lose(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 
 
+def _link_to_itself(name: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).symlink_to(name)
+
+    return replace
+
+
 def _of_another_version(path: Path) -> None:
     content = json.loads((path / "freescale.json").read_text())
     (path / "freescale.json").write_text(json.dumps({**content, "format": 99, "lightning_freescale": "7.0"}))
@@ -83,6 +92,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "flipped table": ("sharded", _flip, r"rank \d: [^;]*__1_0.distcp"),
     "cut table": ("sharded", _cut, r"rank \d: [^;]*__1_0.distcp.* \d+ bytes"),
     "lost table": ("sharded", _lose("__0_0.distcp"), r"rank \d: [^;]*__0_0.distcp"),
+    "loop of links": ("sharded", _link_to_itself("__0_0.distcp"), r"could not be read: rank 0: OSError: \[Errno 40\]"),
     "lost manifest": ("sharded", _lose("freescale.json"), "rank 0: [^;]*freescale.json"),
     "another version": ("sharded", _of_another_version, "rank 0: [^;]*99.*7.0"),
     "edited manifest": ("sharded", _write_manifest('"float32"', '"float64"'), "rank 0: [^;]*freescale.json"),
@@ -120,6 +130,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "nothing": ("single", Path.unlink, ""),
 }
 """The kind of the checkpoint, the damage, and a pattern of the error."""
+OTHER_ERRORS = {"nothing": "FileNotFoundError", "loop of links": "OSError"}
+"""The types of errors that do not make ``ckpt_path="last"`` use an earlier checkpoint."""
 
 
 def _errors(paths: list[Path], together: bool) -> dict[str, str]:
@@ -132,6 +144,15 @@ def _errors(paths: list[Path], together: bool) -> dict[str, str]:
     return found
 
 
+def _errors_with_few_files(paths: list[Path], intact: Path) -> tuple[dict[str, str], str]:
+    """Return the errors, and that of an intact folder if rank 0 can open two more files."""
+    found = _errors(paths, True)
+    if torch.distributed.get_rank() == 0:
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return found, _errors([intact], True)[intact.name]
+
+
 def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> None:
     """Check two ranks that share the work, and one process."""
     for name, (kind, damage, _) in DAMAGE.items():
@@ -139,12 +160,13 @@ def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Pat
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
         damage(tmp_path / name)
     paths = [tmp_path / name for name in DAMAGE]
-    first, second = run_distributed(_errors, 2, paths, True)
-    assert first == second
+    (first, few), second = run_distributed(_errors_with_few_files, 2, paths, saved.folder / "sharded4.ckpt")
+    assert (first, few) == second
+    assert re.search(r"^OSError: .*sharded4.ckpt could not be read: rank 0: OSError: \[Errno 24\].*ulimit -n", few), few
+    assert "rank 1" not in few, "an intact rank has no reason"
     for errors in (first, _errors(paths, False)):
         expected = {
-            name: f"{'FileNotFound' if name == 'nothing' else 'Value'}Error: .*{name}.*{pattern}"
-            for name, (*_, pattern) in DAMAGE.items()
+            name: f"^{OTHER_ERRORS.get(name, 'ValueError')}: .*{name}.*{pattern}" for name, (*_, pattern) in DAMAGE.items()
         }
         assert {name: errors[name] for name, pattern in expected.items() if not re.search(f"(?s){pattern}", errors[name])} == {}
 

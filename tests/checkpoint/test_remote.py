@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale.checkpoint import remote_files
-from lightning_freescale.checkpoint.conversion import open_checkpoint, read_checkpoint
+from lightning_freescale.checkpoint.conversion import open_checkpoint, read_checkpoint, write_folder
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
@@ -128,6 +129,53 @@ def test_the_command_converts_to_and_from_another_file_system(
         assert f"there is a {there} at {target}" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"converted/none\.ckpt"):
         read_checkpoint(f"{scheme}://converted/none.ckpt")
+
+
+def _fails(error: BaseException) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+def test_an_error_after_the_manifest_leaves_the_new_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check an interrupt, and an earlier save that cannot be removed, for example because another job removes it."""
+    address, publish = "far://a.ckpt", remote_files.publish
+    write_folder({"state_dict": {}, "step": 0}, address)
+
+    def interrupted(*arguments: Any) -> None:
+        publish(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_files, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_folder({"state_dict": {}, "step": 1}, address)
+    assert read_checkpoint(address)["step"] == 1 and len(_names(address)) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(Far, "rm", _fails(FileNotFoundError("removed by another job")))
+        write_folder({"state_dict": {}, "step": 2}, address)
+    assert read_checkpoint(address)["step"] == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(Far, "rm", _fails(ArithmeticError("an error of a file system, which is no OSError")))
+        patched.setattr(remote_files, "publish", _fails(ValueError("the cause")))
+        with pytest.raises(RuntimeError, match="the cause"):
+            write_folder({"state_dict": {}, "step": 3}, address)
+    assert read_checkpoint(address)["step"] == 2
+
+
+def test_a_failure_of_this_machine_or_the_file_system_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "far://a.ckpt"
+    write_folder({"state_dict": {}}, address)
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+        with pytest.raises(RuntimeError, match=rf"{address} could not be written: rank 0: FileNotFoundError.*none"):
+            write_folder({"state_dict": {}}, address)
+        with pytest.raises(OSError, match=rf"{address} could not be read: rank 0: OSError: .*TMPDIR"):
+            read_checkpoint(address)
+    monkeypatch.setattr(Far, "get_file", _fails(ArithmeticError("no credentials")))
+    with pytest.raises(OSError, match=rf"{address} could not be read: rank 0: ArithmeticError: no credentials"):
+        read_checkpoint(address)
 
 
 def test_paths_with_the_scheme_of_local_files_are_local(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing as mp
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale.checkpoint import partial_files
 from lightning_freescale.checkpoint.conversion import opened, read, read_checkpoint, write_file, write_folder
 from lightning_freescale.checkpoint.sharded_folder import materialized
 from lightning_freescale.testing import run_distributed
@@ -126,6 +130,30 @@ def test_the_next_save_removes_what_a_dead_job_has_left_and_nothing_else(kind: s
     _write(kind, 4, tmp_path / "4.ckpt")
     assert not any(path.exists() for path in partial)
     assert _names(tmp_path) == sorted([*others, "2.ckpt", "3.ckpt", "4.ckpt"])
+
+
+def test_files_stay_while_a_job_without_locks_writes_or_a_folder_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", _without_locks)
+        claimed = partial_files.claimed(tmp_path / "a.ckpt")
+        beside = claimed.__enter__()
+    _write("single", 1, tmp_path / "b.ckpt")
+    assert beside.exists()
+    partial_files.folder_of(beside).mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        claimed.__exit__(None, None, None)
+    assert len(_names(tmp_path)) == 3, "without the file, no save removes the folder"
+    for path in (beside, partial_files.folder_of(beside)):
+        age(path, DAY + 600)
+    _write("single", 1, tmp_path / "b.ckpt")
+    assert _names(tmp_path) == ["b.ckpt"]
+
+
+def _without_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
 
 
 def age(path: Path, seconds: float) -> None:

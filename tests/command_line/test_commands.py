@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -137,6 +138,9 @@ def test_consolidate_writes_only_weights(tmp_path: Path, capsys: Any, fails: Fai
     assert f"{weights} exists" in fails("consolidate", kept, weights, "--trust")
     main(["consolidate", str(kept), str(weights), "--trust", "--force"])
     assert "none.ckpt" in fails("consolidate", tmp_path / "none.ckpt", weights)
+    fsspec.register_implementation("lost", "no_such_module.System", errtxt="Install the package lost", clobber=True)
+    for scheme, said in (("lost", "Install the package lost"), ("unknown", "Protocol not known: unknown")):
+        assert said in fails("consolidate", f"{scheme}://a.ckpt", weights)
     torch.save([1], tmp_path / "list.pt")
     torch.save({"w": 1}, tmp_path / "bare.pt")
     (tmp_path / "cut.ckpt").write_bytes(kept.read_bytes()[:100])
