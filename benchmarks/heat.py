@@ -12,7 +12,6 @@ row is counted once per rank and batch. Each figure is a mean over the steps aft
 
 from __future__ import annotations
 
-import gzip
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,19 +58,8 @@ def _zipf(rows: int, batch: int) -> Callable[[int, int], Rows]:
 
 
 def _histories(path: Path, batch: int) -> tuple[int, Callable[[int, int], Rows]]:
-    if path.suffix == ".npz":
-        stored = np.load(path)
-        items, offsets = stored["items"], stored["offsets"]
-    else:
-        with gzip.open(path, "rt") as file:
-            histories = [np.array(line.split()[1:], np.int64) for line in file]
-        items, offsets = np.concatenate(histories), np.cumsum([0, *(len(each) for each in histories)])
-
-    def draw(step: int, rank: int) -> Rows:
-        users = np.random.default_rng([step, rank]).integers(0, len(offsets) - 1, batch)
-        return np.unique(np.concatenate([items[offsets[user] : offsets[user + 1]] for user in users])).astype(np.int64)
-
-    return int(items.max()) + 1, draw
+    rows, draw = overlap_workload.histories(path, batch)
+    return rows, lambda step, rank: np.unique(draw(step, rank)[0])
 
 
 def _measure(rows: int, draw: Callable[[int, int], Rows], nodes: int, each: int, warm_up: int, steps: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ ours        the overlapped exchange, with a lookahead of one batch
 split       ours, with the gradients of the dense weights, a share of compute, after those of the rows
 micro-4     ours with each batch in 4 micro-batches of about as many ids; split-4: both; also with other numbers
 hot-rows    ours with hot_rows="auto", after ``--warm-up`` steps; with netlab's ``--ranks-per-host``, as is two-level
+hot-1.25    ours with rows hot that at least 1.25 ranks of a node request, if any does; also with other numbers
 threshold   ours, which also waits for all rows that occur in half of the steps, after ``--warm-up`` steps
 two-level   ours with every row hot: each row of another host takes two hops
 plain-gloo  plain over gloo's own all-to-all; the others post their receives first, as the overlapped exchange does
@@ -20,8 +21,9 @@ Exposed is the median step of a variant less that of the floor. The measured red
 predict: the rows that two successive batches need, over the rows that TorchRec sends, for all rows and for the busiest link.
 
 Regimes: ``production`` draws Zipf-distributed ids of 5 million rows, with the history lengths of ml-latest-small. ``hard``
-takes the users of that data set, most of whose rows collide. Each table takes rows x dim x 4 bytes over all ranks. There are
-three tables: one of plain, dedup and plain-gloo together, one of pipeline, and one of ours.
+takes the users of that data set, most of whose rows collide. ``histories`` takes whole histories of ``--data``. Each table
+takes rows x dim x 4 bytes over all ranks. There are three tables: one of plain, dedup and plain-gloo together, one of pipeline,
+and one of ours.
 
 With ``--shift-at``, other items become popular at that step of a round. The exposed times before and after it are reported
 separately, without the two steps around it, in which hardly any row collides.
@@ -50,6 +52,7 @@ import overlap_workload
 import torch
 import torch.distributed as dist
 
+HOT = ("hot-1.125", "hot-1.25", "hot-1.5", "hot-2", "hot-3")
 IN_PARTS = ("micro-2", "micro-4", "micro-8", "split-2", "split-4")
 VARIANTS = (
     "floor",
@@ -61,11 +64,12 @@ VARIANTS = (
     *IN_PARTS,
     "threshold",
     "hot-rows",
+    *HOT,
     "two-level",
     "plain-gloo",
 )
 BY_DEFAULT = ("floor", "plain", "pipeline", "dedup", "ours", "split", "micro-4", "split-4", "plain-gloo")
-OURS = ("ours", "split", "threshold", "hot_rows", "two_level", *(name.replace("-", "_") for name in IN_PARTS))
+OURS = ("ours", "split", "threshold", "hot_rows", "two_level", *(name.replace("-", "_") for name in (*HOT, *IN_PARTS)))
 SKIPPED = 3  # steps at the start of a round, while the pipelines fill; the last one, without a lookahead, is excluded too
 
 
@@ -79,7 +83,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--regime", choices=("production", "hard"), default="production")
+    add("--regime", choices=("production", "hard", "histories"), default="production")
+    add("--data", type=Path, help="file of the histories, .npz or .txt.gz, in the histories regime")
     add("--variants", nargs="+", choices=VARIANTS, default=list(BY_DEFAULT))
     add("--compute-ms", type=float, default=240.0, help="sleep of a step (default: 240)")
     add("--batch", type=int, help="histories per rank and step (default: 32, or 64 in the hard regime)")
@@ -103,9 +108,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production"
         )
+    if (options.data is None) == (options.regime == "histories"):
+        parser.error(f"--regime {options.regime} --data {options.data}: pass --data in the histories regime, and only there")
     if "floor" not in options.variants:
         options.variants = ["floor", *options.variants]
-    options.batch = options.batch or {"production": 32, "hard": 64}[options.regime]
+    options.batch = options.batch or {"hard": 64}.get(options.regime, 32)
     return options
 
 
@@ -115,13 +122,15 @@ def measure(options: Any) -> dict[str, float]:
     overlap_variants.weights_share = options.weights_share
     if options.regime == "hard":
         rows, draw = overlap_workload.hard(options.batch)
+    elif options.regime == "histories":
+        rows, draw = overlap_workload.histories(options.data, options.batch)
     else:
         rows, draw = options.rows, overlap_workload.production(options.rows, options.batch, shift_at=options.shift_at)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
     figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
-    warm = [name for name in ("threshold", "hot-rows") if name in options.variants]
+    warm = [name for name in ("threshold", "hot-rows", *HOT) if name in options.variants]
     early = _early_batches(draw, options, rank) if warm else []
     del draw
     variants = overlap_variants.build(

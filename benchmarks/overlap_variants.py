@@ -333,7 +333,8 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
 
     ``"micro-4"`` is the engine with 4 micro-batches, ``"split"`` and ``"split-4"`` are these under a split backward,
     ``"floor-micro-4"`` is the floor with 4 micro-batches. On nodes of ``ranks_per_node`` ranks, ``"hot-rows"`` is the engine
-    with the hot rows that it chooses, and ``"two-level"`` with every row hot. ``"threshold"`` also waits for frequent rows.
+    with the hot rows that it chooses, ``"hot-1.25"`` with those that 1.25 of a node's ranks request, and ``"two-level"`` with
+    every row hot. ``"threshold"`` also waits for frequent rows.
     """
     made: dict[str, Any] = {}
     shared: nn.Module | None = None
@@ -354,8 +355,10 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
         elif name == "two-level":
             with every_row_hot():
                 made[name] = Ours(model, hot_rows=1, ranks_per_node=ranks_per_node)
-        elif name == "hot-rows":
-            made[name] = Ours(model, hot_rows="auto", ranks_per_node=ranks_per_node)
+        elif name.startswith("hot-"):
+            readers = name.removeprefix("hot-")
+            hot_rows = "auto" if readers == "rows" else float(readers) / ranks_per_node
+            made[name] = Ours(model, hot_rows=hot_rows, ranks_per_node=ranks_per_node)
         elif name == "threshold":
             made[name] = ByThreshold(model, ranks_per_node=ranks_per_node)
         elif name == "embedding":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,24 @@ def hard(samples: int) -> tuple[int, Draw]:
         return np.concatenate(parts), np.array([len(part) for part in parts])
 
     return known.num_items, draw
+
+
+def histories(path: Path, samples: int) -> tuple[int, Draw]:
+    """Return rows of the table, and whole histories of a file, ``.npz`` with items and offsets, or ``.txt.gz``."""
+    if path.suffix == ".npz":
+        stored = np.load(path)
+        items, offsets = stored["items"].astype(np.int64), stored["offsets"]
+    else:
+        with gzip.open(path, "rt") as file:
+            known = [np.array(line.split()[1:], np.int64) for line in file]
+        items, offsets = np.concatenate(known), np.cumsum([0, *(len(each) for each in known)])
+
+    def draw(step: int, rank: int) -> tuple[Ids, Ids]:
+        users = np.random.default_rng([step, rank]).integers(0, len(offsets) - 1, samples)
+        parts = [items[offsets[user] : offsets[user + 1]] for user in users]
+        return np.concatenate(parts), np.array([len(part) for part in parts])
+
+    return int(items.max()) + 1, draw
 
 
 def batches(draw: Draw, steps: int, rank: int) -> list[Batch]:
