@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
@@ -23,6 +24,8 @@ import soak
 
 
 def _settled() -> list[int]:
+    gc.collect()
+    dist.barrier()  # a connection is closed once both of its ranks have let it go
     gc.collect()
     time.sleep(0.3)  # the store and gloo notice on threads of their own that a peer has closed a connection
     return soak.counts()
