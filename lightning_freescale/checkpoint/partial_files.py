@@ -22,6 +22,8 @@ _PREFIX, _SUFFIX = ".freescale-", ".part"
 _UNKNOWN = "00000000"
 _ABANDONED_S = 24 * 3600
 """The age of partial files of another machine that are removed, because file systems may not share locks between machines."""
+_NEW_S = 60
+"""The age of files without a lock that are removed. A file of a process that runs has a lock after a moment."""
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _ATTEMPTS = 20
@@ -118,6 +120,10 @@ def _machine() -> str:
 
 def _remove_abandoned(mine: Path) -> None:
     """Remove the partial files beside ``mine`` of processes that have ended."""
+    for created in mine.parent.glob(f"{_PREFIX}{'?' * 8}-{'?' * 16}.new"):  # a process was killed before it renamed the file
+        with suppress(OSError):
+            if mine.stat().st_mtime - created.stat().st_mtime > _NEW_S:
+                created.unlink()
     for beside in mine.parent.glob(f"{_PREFIX}{'?' * 8}-{'?' * 16}{_SUFFIX}"):
         with suppress(OSError):  # the file is locked, another process removes it, or locks do not exist
             held = os.open(beside, os.O_RDONLY if beside.is_dir() else os.O_RDWR)

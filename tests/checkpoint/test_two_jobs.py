@@ -131,6 +131,14 @@ def test_the_next_save_removes_what_a_dead_job_has_left_and_nothing_else(kind: s
     assert not any(path.exists() for path in partial)
     assert _names(tmp_path) == sorted([*others, "2.ckpt", "3.ckpt", "4.ckpt"])
 
+    killed_before_its_lock = tmp_path / f".freescale-{'0' * 8}-{'1' * 16}.new"
+    killed_before_its_lock.touch()
+    _write(kind, 4, tmp_path / "4.ckpt")
+    assert killed_before_its_lock.exists(), "its process may still run"
+    age(killed_before_its_lock, 120)
+    _write(kind, 4, tmp_path / "4.ckpt")
+    assert not killed_before_its_lock.exists()
+
 
 def test_files_stay_while_a_job_without_locks_writes_or_a_folder_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
