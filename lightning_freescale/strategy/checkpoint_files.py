@@ -36,6 +36,7 @@ class CheckpointFiles:
         self._deferred: DeferredTensors | None = None  # while a checkpoint is saved
         self._thread = WorkerThread("freescale checkpoint")
         self._pending: Future[Any] | None = None
+        self._removals: list[Future[Any]] = []  # that follow the pending write
 
     def set_up(self, timeout: timedelta) -> None:
         """Create the process group for the folders of a run. Collective. After the run, folders use the default group."""
@@ -100,18 +101,24 @@ class CheckpointFiles:
         if saved is None:
             remove()
         else:
-            self._thread.submit(lambda: None if saved.exception() else remove())
+            self._removals.append(self._thread.submit(lambda: None if saved.exception() else remove()))
 
     def finish(self) -> None:
-        """Wait for a pending write, and raise its RuntimeError, or its ValueError for non-finite values."""
+        """Wait for a pending write and the removals after it, and raise their errors."""
         saved, self._pending = self._pending, None
-        if saved is not None:
-            saved.result()
+        removals, self._removals = self._removals, []
+        for job in removals if saved is None else [saved, *removals]:
+            job.result()
 
     def abandon(self) -> None:
         """Do not wait for a pending write, because training has failed and other ranks may have exited."""
         pending, self._pending, self.training = self._pending, None, False
         if pending is not None:  # the thread and the group end with the write
+            if not pending.done():
+                rank_zero_warn(
+                    "a checkpoint is not complete, because training failed while it was written in the background. Earlier "
+                    "checkpoints are unchanged. To complete checkpoints before an error ends the run, pass checkpoint='sharded'"
+                )
             thread, self._thread = self._thread, WorkerThread(self._thread.name)
             group, self._group = self._group, None
             thread.submit(dist.destroy_process_group, group)

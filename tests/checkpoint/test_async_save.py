@@ -98,3 +98,24 @@ class Fails(L.Callback):
 def test_an_error_of_training_is_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="the needle"):
         run_distributed(fit, 2, strategy=ASYNC, callbacks=[SaveAt(tmp_path / "a.ckpt", 4), Fails()], timeout=60)
+
+
+def _remove_in_vain(path: Path) -> str:
+    def refuse() -> None:
+        raise PermissionError(f"{path} cannot be removed")
+
+    class Removes(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.strategy.files.remove(refuse)
+
+    try:
+        fit(Large, strategy=ASYNC, callbacks=[SaveAt(path, 5), Removes()])
+    except PermissionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failed_removal_after_a_save_is_reported(tmp_path: Path) -> None:
+    (found,) = run_distributed(_remove_in_vain, 1, tmp_path / "a.ckpt")
+    assert "cannot be removed" in found
