@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -162,17 +163,22 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._notices, self._print_error = notices_of_ranks(self.group_timeout), sys.excepthook
-        sys.excepthook = self._report_and_print
+        self._close_notices()
+        self._notices = notices = notices_of_ranks(self.group_timeout)
+        if notices is not None:
+            # nothing here may keep the strategy, because a loop over Fabric has no end
+            weakref.finalize(self, notices.close).atexit = False
+            sys.excepthook = partial(_report_and_print, weakref.ref(notices), sys.excepthook)
 
     @override
     def teardown(self) -> None:
+        self._close_notices()
+        super().teardown()
+
+    def _close_notices(self) -> None:
         if self._notices is not None:
             self._notices.close()
             self._notices = None
-        if sys.excepthook == self._report_and_print:
-            sys.excepthook = self._print_error
-        super().teardown()
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -183,11 +189,6 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
             if self._notices is not None:
                 self._notices.tell_or_explain(error)
             raise
-
-    def _report_and_print(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if self._notices is not None:
-            self._notices.tell_or_explain(error)
-        self._print_error(kind, error, trace)
 
     @property
     def ddp_device_ids(self) -> list[int] | None:
@@ -219,6 +220,15 @@ class _Blocked(_BackwardSyncControl):
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return self._blocked(module) if enabled else nullcontext()
+
+
+def _report_and_print(
+    notices: weakref.ref[RankNotices], print_error: Callable[..., Any], kind: Any, error: BaseException, *trace: Any
+) -> None:
+    """Report an uncaught error of a loop over Fabric to the other ranks."""
+    if (known := notices()) is not None:
+        known.tell_or_explain(error)
+    print_error(kind, error, *trace)
 
 
 def new_gloo_group(timeout: timedelta | None) -> dist.ProcessGroup:

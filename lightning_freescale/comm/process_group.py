@@ -70,7 +70,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         inner: a group of torch's own backends, which runs all other collectives.
         supports_reconfigure: whether ranks can be replaced. torch reads it since version 2.14.
         interrupted: whether messages of a failed run may be left in the lane.
-        in_its_place: a list of the group that fits use now in the place of this one; empty if it is this one.
+        in_its_place: a list of the group that fits use now in the place of this one; empty if none has been shared.
     """
 
     supports_reconfigure = False

@@ -55,13 +55,14 @@ _ATTEMPT_POLL = timedelta(seconds=0.5)
 class RankNotices:
     """A thread that reads and writes notices in the store over a separate connection.
 
-    The main thread never uses the store itself, and waits for the thread for a few seconds at most: the process that holds the
-    store may be frozen. Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank
+    The main thread waits for the thread, which uses the store, for a few seconds at most: the process that holds the store may
+    be frozen. Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank
     waits at a point for the others to agree where to stop.
 
     A second thread waits for the farewell of the next rank. Without one, the end of the connection is the end of that process,
-    which the thread reports. If another rank has failed while the main thread is in a call that does not return, the notices
-    close the other connections of this process to the store: a new process group would wait there for all ranks.
+    which the thread reports. If another rank has failed while the main thread is in a call of torch.distributed that does not
+    return, the notices close the other connections of this process to the store: a new process group would wait there for all
+    ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -89,7 +90,7 @@ class RankNotices:
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
         self._watch = start_daemon(self._watch_next, "freescale watch")
         HAS_FAILED.append(self._has_failed)
-        atexit.register(self._hang_up)  # a thread that waits for a peer while the interpreter exits would crash it
+        atexit.register(self._exit)  # a thread that waits for a peer while the interpreter exits would crash it
 
     def close(self) -> None:
         """Notify the other ranks that this rank passes no further point and may end, and end the threads."""
@@ -98,12 +99,25 @@ class RankNotices:
             self._jobs.put(self._leave)
             self._jobs.put(None)
             thread.join(0.0 if self._silent else ANSWER_SECONDS)  # a store that does not answer blocks the thread
-            with suppress(RuntimeError):
-                self._ring.send(torch.empty(1), (self.rank - 1) % self.size, _FAREWELL).wait(timedelta(seconds=_TELL_SECONDS))
+            if not (self._silent or self._lost):
+                with suppress(RuntimeError):
+                    previous = (self.rank - 1) % self.size
+                    self._ring.send(torch.empty(1), previous, _FAREWELL).wait(timedelta(seconds=_TELL_SECONDS))
             self._hang_up()
 
+    def _exit(self) -> None:
+        """Close at the end of a program that does not, or if it has failed, end without a farewell."""
+        if not self._failed:
+            self.close()
+            return
+        self._hang_up()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_TELL_SECONDS)
+
     def _hang_up(self) -> None:
-        atexit.unregister(self._hang_up)
+        atexit.unregister(self._exit)
         if not self._hung_up:
             HAS_FAILED.remove(self._has_failed)
         self._hung_up = True
@@ -262,13 +276,14 @@ class RankNotices:
                 self._jobs.put(self._look)
 
     def _has_failed(self) -> bool:
-        return self._failure != "" or self._lost
+        return not self._failed and (self._failure != "" or self._lost)
 
     def _end_wait(self) -> None:
-        """End a wait of the main thread in the store, if it has not moved since the last call."""
+        """End a wait of the main thread in the store, if it has not left torch.distributed since the last call."""
         frame = sys._current_frames().get(self._main)
-        place = frame and (id(frame), frame.f_lasti)
-        if place == self._main_at:
+        inside = frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed.")
+        place = (id(frame), frame.f_lasti) if frame is not None and inside else None
+        if place is not None and place == self._main_at:
             for connection in _connections(self._shared_store):
                 if connection.getsockname() not in self._own:
                     with suppress(OSError):  # it has ended meanwhile
@@ -338,10 +353,13 @@ def _connections(store: dist.Store) -> Iterator[socket.socket]:
     """Yield the connections of this process to the store. torch has no other way to end a wait in the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    assert isinstance(store, dist.TCPStore)
+    if not isinstance(store, dist.TCPStore) or not os.path.isdir("/dev/fd"):
+        return
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # of other files, and of sockets without a connection
+            blocking = os.get_blocking(int(name))
             connection = socket.socket(fileno=int(name))
+            os.set_blocking(int(name), blocking)  # socket.setdefaulttimeout makes new sockets non-blocking
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
                     yield connection

@@ -83,6 +83,8 @@ class TrainerDDP(DDPBase):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if self._notices is not None and not isinstance(exception, SIGTERMException):
+            self._notices.tell_or_explain(exception)  # if another launcher than ours has started this process
         exception.args = tuple(_renamed(argument) for argument in exception.args)
         if isinstance(exception, SIGTERMException):  # Python prints no text of an exception that has an exit status
             print(exception, file=sys.stderr, flush=True)
