@@ -77,8 +77,9 @@ def damage(path: Path, rank: int, ranks: int) -> str:
     try:
         if not path.stat().st_size:
             return "it is empty"
-        if not zipfile.is_zipfile(path):
-            return "it was not written by torch.save, or its end is missing"
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                return "it was not written by torch.save, or its end is missing"
         with zipfile.ZipFile(path) as archive:
             largest_first = sorted(archive.infolist(), key=lambda record: -record.file_size)
             for record in largest_first[rank::ranks]:

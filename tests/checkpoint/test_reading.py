@@ -9,7 +9,8 @@ import re
 import resource
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.checkpoint.conversion import opened, read
+from lightning_freescale.checkpoint.held_files import HeldFiles
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
@@ -147,10 +149,30 @@ def _errors(paths: list[Path], together: bool) -> dict[str, str]:
 def _errors_with_few_files(paths: list[Path], intact: Path) -> tuple[dict[str, str], str]:
     """Return the errors, and that of an intact folder if rank 0 can open two more files."""
     found = _errors(paths, True)
-    if torch.distributed.get_rank() == 0:
-        os.close(lowest := os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return found, _errors([intact], True)[intact.name]
+    with _few_files(2) if torch.distributed.get_rank() == 0 else nullcontext():
+        return found, _errors([intact], True)[intact.name]
+
+
+@contextmanager
+def _few_files(more: int) -> Iterator[None]:
+    """Let this process open only a number of more files."""
+    os.close(lowest := os.dup(0))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_check_that_cannot_open_a_file_finds_no_damage(saved: Saved) -> None:
+    folder, single = (opened(saved.folder / f"{kind}4.ckpt", together=False) for kind in ("sharded", "single"))
+    cases = [(0, folder), (0, single), (1, single)]
+    for more, checkpoint in cases:
+        with _few_files(more), pytest.raises(OSError, match=r"\[Errno 24\]"):
+            checkpoint.damage(0, 1)
+    with _few_files(2), pytest.raises(OSError, match=r"\[Errno 24\]"):
+        HeldFiles(folder.path)  # it cannot read the manifest
 
 
 def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Path) -> None:
