@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 37_420,
+    "lines": 37_440,
     "files": 204,
     "lines of the longest file": 440,
     "modules at the top level": 6,
