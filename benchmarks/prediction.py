@@ -24,9 +24,9 @@ from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, repo
 
 SIMULATE = """
 import sys, time
-from lightning_freescale.balance.__main__ import main
+from lightning_freescale.command_line.balance import run
 began = time.process_time()  # of one thread: equal to the wall time without other load
-main(sys.argv[1:])
+run("balance", sys.argv[1:])
 print(time.process_time() - began)
 """
 """A process of its own, so that loading what is compiled counts, as it does for who calls it once."""

@@ -119,7 +119,7 @@ def newest_other_checkpoint(path: Location) -> Opened | None:
     """Open the newest other complete checkpoint in the folder of ``path``; return None if there is none. Collective."""
     others = [str(other) for other in remote_files.others_beside(path)]
     for other in gather_objects(others)[0] if dist.is_initialized() else others:
-        with suppress(ValueError, FileNotFoundError):
+        with suppress(ValueError, OSError):
             return opened(remote_files.located(other), together=True)
     return None
 

@@ -165,7 +165,7 @@ def publish(stage: Path, place: Location, folder: Location) -> None:
         partial_files.replace_path(place, Path(folder))
         return
     earlier = ""
-    with suppress(FileNotFoundError):
+    with suppress(Exception):  # what it names is removed when it is a day old
         earlier, _ = _CopiedFiles(str(folder)).listed()
     _send(stage / MANIFEST, f"{folder}/{MANIFEST}")
     with suppress(Exception):  # the checkpoint is complete, and another job may remove the same files

@@ -66,7 +66,7 @@ class RankNotices:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._process = rank, size, os.getpid()
         self._timeout = timeout.total_seconds()
         others = {connection.getsockname() for connection in _connections(store)}
         self._shared_store = store
@@ -107,7 +107,10 @@ class RankNotices:
 
     def _exit(self) -> None:
         """Close at the end of a program that does not, or if it has failed, end without a farewell."""
+        if os.getpid() != self._process:  # a forked process
+            return
         if not self._failed:
+            self._jobs.put(partial(self._store.set, f"exited/{self.rank}", ""))
             self.close()
             return
         self._hang_up()
@@ -182,7 +185,7 @@ class RankNotices:
         Return the added cause. Only the first error counts. The call takes a few seconds at most and raises nothing. An
         attribute ``during`` of the error says what the rank was doing.
         """
-        if self._failed:
+        if self._failed or self._hung_up:
             return ""
         self._failed, during = True, getattr(error, "during", "")
         if _is_of_a_collective(error):
@@ -227,7 +230,11 @@ class RankNotices:
             time.sleep(_AGREE_SECONDS)
         if silent and (pause := self._own_pause()):
             return self._publish(pause, self.size - len(silent))
-        missing = [f"rank {rank} does not answer: its process is frozen, or unreachable" for rank in sorted(silent)]
+        ended = {rank for rank in silent if self._store.check([f"exited/{rank}"])}
+        missing = [
+            f"rank {rank} " + ("has ended" if rank in ended else "does not answer: its process is frozen, or unreachable")
+            for rank in sorted(silent)
+        ]
         answered = [rank for rank in range(self.size) if rank not in silent]
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
         return self._publish("; ".join([*missing, f"locations of the ranks: {', '.join(places)}"]), len(answered))

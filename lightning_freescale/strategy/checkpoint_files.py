@@ -104,15 +104,17 @@ class CheckpointFiles:
             self._removals.append(self._thread.submit(lambda: None if saved.exception() else remove()))
 
     def finish(self) -> None:
-        """Wait for a pending write and the removals after it, and raise their errors."""
+        """Wait for a pending write, and raise its RuntimeError, or its ValueError for non-finite values."""
         saved, self._pending = self._pending, None
         removals, self._removals = self._removals, []
-        for job in removals if saved is None else [saved, *removals]:
-            job.result()
+        if saved is not None:
+            saved.result()
+        for error in filter(None, (removal.exception() for removal in removals)):  # on rank 0 only: the others go on
+            rank_zero_warn(f"an earlier checkpoint could not be removed: {error}. Remove it yourself")
 
     def abandon(self) -> None:
         """Do not wait for a pending write, because training has failed and other ranks may have exited."""
-        pending, self._pending, self.training = self._pending, None, False
+        pending, self._pending, self._removals, self.training = self._pending, None, [], False
         if pending is not None:  # the thread and the group end with the write
             if not pending.done():
                 rank_zero_warn(

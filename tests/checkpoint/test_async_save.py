@@ -106,16 +106,13 @@ def _remove_in_vain(path: Path) -> str:
 
     class Removes(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.global_step == 5:
+            if trainer.global_step == 6 and trainer.is_global_zero:
                 trainer.strategy.files.remove(refuse)
 
-    try:
-        fit(Large, strategy=ASYNC, callbacks=[SaveAt(path, 5), Removes()])
-    except PermissionError as error:
-        return str(error)
-    return ""
+    found = fit(Large, strategy=ASYNC, callbacks=[SaveAt(path, 5), Removes()])
+    return "".join(found.warned)
 
 
 def test_a_failed_removal_after_a_save_is_reported(tmp_path: Path) -> None:
-    (found,) = run_distributed(_remove_in_vain, 1, tmp_path / "a.ckpt")
-    assert "cannot be removed" in found
+    first, second = run_distributed(_remove_in_vain, 2, tmp_path / "a.ckpt")
+    assert "cannot be removed" in first and "cannot be removed" not in second

@@ -132,16 +132,24 @@ def _by_nccl() -> None:
     _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
 
 
-class _NearGroup:
+class _NearGroup(ProcessGroupFreeScale):
     """A group of a node that NCCL would serve on rank 0 only."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.connect = getattr(new_group(*arguments), "connect", None)  # None for the groups of other nodes
-        self.moves_by_nccl = dist.get_rank() == 0
+    moves_by_nccl = property(lambda group: dist.get_rank() == 0)  # type: ignore[assignment]
+
+    def connect(self) -> None:
+        """Do nothing, because there is no GPU."""
+
+
+def _near_group(*arguments: Any) -> Any:
+    group = new_group(*arguments)
+    if isinstance(group, ProcessGroupFreeScale):  # not for the groups of other nodes
+        group.__class__ = _NearGroup
+    return group
 
 
 def _one_by_nccl() -> None:
-    with patch.object(hot_route, "new_group", _NearGroup):
+    with patch.object(hot_route, "new_group", _near_group):
         _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
         with sharded(HOW) as (_, _, tables, _):
             engine = OverlapEngine(tables, ranks_per_node=2)
