@@ -26,6 +26,7 @@ CONDITIONS = {
         "self.moves_by_nccl and self._backends.nccl is None": True,
         "self.moves_by_nccl": True,
     },
+    "comm/rank_notices.py": {"dist.get_backend() == 'nccl'": True},
     "comm/transports/host.py": {"self._staging is not None": True, "self._staging is None": False, "ahead.copy is None": False},
     "comm/transports/topology.py": {"not used or not torch.cuda.is_available()": False},
     "embeddings/id_prediction.py": {"self._copied": False},
