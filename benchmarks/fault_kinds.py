@@ -15,7 +15,7 @@ class Fault:
     """The fault of one attempt to train.
 
     Attributes:
-        place: ``"signal"`` for a signal from outside, a point of the training, or a part of it, see ``fault_training.py``.
+        place: ``"signal"`` for a signal from outside, a point of the training, or a part of it, see ``fault_points.py``.
         how: name of the signal, or of the failure.
         ranks: the ranks that fail.
         step: number of optimizer steps before the fault.

@@ -26,7 +26,8 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale._lightning.stop_points import SIGTERMException
-from lightning_freescale.comm.rank_notices import RankNotices, attempt_store, has_torchrun_store, notices_of_ranks
+from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.comm.transports.p2p import until_another_fails
 
 GROUP_TIMEOUT = timedelta(minutes=5)

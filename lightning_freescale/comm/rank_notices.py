@@ -1,4 +1,4 @@
-"""Ranks that stop or fail: their notices to the other ranks, and a store of its own for each attempt of torchrun.
+"""The notices of ranks that stop or fail to the other ranks.
 
 The ranks exchange notices through their store, beside training: which rank wants to stop, which has failed, and where each is.
 """
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -49,7 +48,6 @@ _OF_A_COLLECTIVE = (
     *("Application timeout caused pair closure", "gloo/transport", "NCCL", "ncclUnhandled", "has closed its connections"),
 )
 _RUNS = count()  # all ranks count the same runs
-_ATTEMPT_POLL = timedelta(seconds=0.5)
 
 
 class RankNotices:
@@ -383,62 +381,3 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-# torchrun has one store for all attempts. Without a part of its own, an attempt would read the entries of an earlier one, such
-# as the addresses of its ranks. The number of restarts does not distinguish attempts: each node of torchrun counts its own.
-
-
-def has_torchrun_store() -> bool:
-    """Return True if torchrun's store serves several attempts, by the variable that torch reads, too."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def attempt_store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the part of torchrun's store that only this attempt uses, for ``init_process_group(store=)``. Collective.
-
-    Raises:
-        RuntimeError: a rank has not connected within ``timeout``.
-    """
-    lent = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(_name_of_attempt(dist.PrefixStore("freescale attempts", lent), rank, world_size, timeout), lent)
-
-
-def _name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a new name that rank 0 has created for this attempt.
-
-    Rank 0 publishes its name, and every rank answers with a name of its own. Rank 0 confirms each answer. A name of an earlier
-    attempt is never confirmed, because its rank 0 did not know this attempt's ranks.
-    """
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    if rank == 0:
-        store.set("rank 0", own)
-        for other in range(1, world_size):
-            _wait_for(store, f"{own} rank {other}", deadline, f"rank {other}", timeout)
-            store.set(f"{store.get(f'{own} rank {other}').decode()} is welcome", "")
-        return own
-    while True:
-        _wait_for(store, "rank 0", deadline, "rank 0", timeout)
-        first = store.get("rank 0").decode()
-        store.set(f"{first} rank {rank}", own)
-        try:
-            store.wait([f"{own} is welcome"], _ATTEMPT_POLL)
-            return first
-        except dist.DistStoreError:
-            _check_deadline(deadline, "rank 0", timeout)
-
-
-def _wait_for(store: dist.Store, key: str, deadline: float, awaited: str, timeout: timedelta) -> None:
-    while True:
-        try:
-            return store.wait([key], _ATTEMPT_POLL)
-        except dist.DistStoreError:
-            _check_deadline(deadline, awaited, timeout)
-
-
-def _check_deadline(deadline: float, awaited: str, timeout: timedelta) -> None:
-    if time.monotonic() > deadline:
-        raise RuntimeError(
-            f"{awaited} did not connect to the store of torchrun within {timeout.total_seconds():g} s. Read the output of that "
-            "rank, or allow more time with timeout=timedelta(...)"
-        )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_freescale.comm.rank_notices import attempt_store
+from lightning_freescale.comm.attempt_store import attempt_store
 from lightning_freescale.testing import RankFailed, run_distributed
 
 

@@ -389,18 +389,3 @@ def test_a_wrong_argument_of_an_exchange_is_an_error_on_every_rank() -> None:
         word = "send=" if case == "negated" else case
         assert all(word in each.text for each in (first, after, *other[case])), (case, first, other[case])
         assert all(each.kind == "DistBackendError" and "rank 1" in each.text for each in other[case]), case
-
-
-def _connect_in_vain() -> tuple[str, float]:
-    """Connect to a rank that never comes, until a function says that it has failed."""
-    began = time.monotonic()
-    p2p_module.HAS_FAILED.append(lambda: time.monotonic() > began + 0.5)
-    with pytest.raises(dist.DistBackendError) as failure:
-        p2p_module.GlooP2P(dist.HashStore(), 0, 2, timedelta(seconds=100), [0, 1])
-    return str(failure.value), time.monotonic() - began
-
-
-def test_a_rank_that_connects_hears_of_a_failure_elsewhere() -> None:
-    ((error, seconds),) = run_distributed(_connect_in_vain, 1)
-    assert "another rank has failed" in error
-    assert 0.5 < seconds < 10.0

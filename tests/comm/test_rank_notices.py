@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_freescale.comm.rank_notices import notices_of_ranks
+from lightning_freescale.comm.transports import p2p as p2p_module
 from lightning_freescale.testing import _reserved_port, run_distributed
 
 TIMEOUT = timedelta(seconds=20)
@@ -44,6 +46,21 @@ def test_other_stores_and_default_timeouts_of_sockets(kind: str, tmp_path: Path)
     first, second = run_distributed(_notices_over, 2, kind, tmp_path)
     assert first == (True, "rank 1 has failed first: ValueError: too little")
     assert second == (True, "")
+
+
+def _connect_in_vain() -> tuple[str, float]:
+    """Connect to a rank that never comes, until a function says that it has failed."""
+    began = time.monotonic()
+    p2p_module.HAS_FAILED.append(lambda: time.monotonic() > began + 0.5)
+    with pytest.raises(dist.DistBackendError) as failure:
+        p2p_module.GlooP2P(dist.HashStore(), 0, 2, timedelta(seconds=100), [0, 1])
+    return str(failure.value), time.monotonic() - began
+
+
+def test_a_rank_that_connects_hears_of_a_failure_elsewhere() -> None:
+    ((error, seconds),) = run_distributed(_connect_in_vain, 1)
+    assert "another rank has failed" in error
+    assert 0.5 < seconds < 10.0
 
 
 EXITS = """
