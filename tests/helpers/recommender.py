@@ -80,6 +80,23 @@ class Recommender(L.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
+class StartHooks(Recommender):
+    """A model that may fail in a hook before training: :meth:`fail_in` receives the name of each."""
+
+    def fail_in(self, hook: str) -> None:
+        raise NotImplementedError
+
+    def setup(self, stage: str) -> None:
+        self.fail_in("setup")
+
+    def configure_model(self) -> None:
+        self.fail_in("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.fail_in("configure_optimizers")
+        return super().configure_optimizers()
+
+
 class Samples(Dataset):
     """Random histories of very different lengths."""
 

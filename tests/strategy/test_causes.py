@@ -27,7 +27,7 @@ from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers import recommender
 from tests.helpers.fabric_loop import fabric_for
-from tests.helpers.recommender import Recommender, Samples, collate, trainer
+from tests.helpers.recommender import Samples, StartHooks, collate, trainer
 
 SECONDS = 15.0
 """Timeout of the groups; what ends sooner has not waited for it."""
@@ -53,7 +53,7 @@ ENDS: dict[str, Callable[[], None]] = {
 }
 
 
-class Fails(Recommender):
+class Fails(StartHooks):
     """A rank ends in some way, the third time a hook is called, or in a hook before training."""
 
     def __init__(self, victim: int, hook: str, how: str) -> None:
@@ -70,16 +70,6 @@ class Fails(Recommender):
             self.left -= 1
             if self.left == 0:
                 ENDS[self.how]()
-
-    def setup(self, stage: str) -> None:
-        self.fail_in("setup")
-
-    def configure_model(self) -> None:
-        self.fail_in("configure_model")
-
-    def configure_optimizers(self) -> Any:
-        self.fail_in("configure_optimizers")
-        return super().configure_optimizers()
 
     def init_table(self, weight: torch.Tensor) -> None:
         if not weight.is_meta:

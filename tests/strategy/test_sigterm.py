@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
+from tests.helpers.recommender import REPEATS, Recommender, Samples, StartHooks, collate, trainer
 
 EPOCHS = 3
 
@@ -171,22 +171,16 @@ def test_validation_stops_too_and_what_is_saved_is_whole(tmp_path: Path) -> None
     assert model_checkpoint and in_background
 
 
-class Starts(Recommender):
+class Starts(StartHooks):
     """Some ranks fail in a hook before training."""
 
     def __init__(self, hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> None:
         super().__init__()
-        self.fails = lambda here: here == hook and self.global_rank in ranks and fail()
+        self.hook, self.ranks, self.fail = hook, ranks, fail
 
-    def setup(self, stage: str) -> None:
-        self.fails("setup")
-
-    def configure_model(self) -> None:
-        self.fails("configure_model")
-
-    def configure_optimizers(self) -> Any:
-        self.fails("configure_optimizers")
-        return super().configure_optimizers()
+    def fail_in(self, hook: str) -> None:
+        if hook == self.hook and self.global_rank in self.ranks:
+            self.fail()
 
 
 def _start(hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> tuple[type, Any, str]:
