@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -80,21 +82,42 @@ class Recommender(L.LightningModule):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-class StartHooks(Recommender):
-    """A model that may fail in a hook before training: :meth:`fail_in` receives the name of each."""
+class ActsInHook(Recommender):
+    """Some ranks do something in a hook, the ``at``-th time it is called."""
 
-    def fail_in(self, hook: str) -> None:
-        raise NotImplementedError
+    def __init__(self, hook: str, ranks: Collection[int], act: Callable[[], Any], at: int = 1) -> None:
+        super().__init__()
+        self.hook, self.ranks, self.act, self.left = hook, ranks, act, at
+
+    def pass_by(self, hook: str) -> None:
+        if hook == self.hook and dist.get_rank() in self.ranks:
+            self.left -= 1
+            if self.left == 0:
+                self.act()
 
     def setup(self, stage: str) -> None:
-        self.fail_in("setup")
+        self.pass_by("setup")
 
     def configure_model(self) -> None:
-        self.fail_in("configure_model")
+        self.pass_by("configure_model")
 
     def configure_optimizers(self) -> Any:
-        self.fail_in("configure_optimizers")
+        self.pass_by("configure_optimizers")
         return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.pass_by("on_fit_start")
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.pass_by("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.pass_by("on_before_optimizer_step")
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.pass_by("validation_step")
+        super().validation_step(batch, batch_idx)
 
 
 class Samples(Dataset):

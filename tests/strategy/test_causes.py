@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -23,11 +24,11 @@ from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleFabricStrategy, FreeScaleStrategy
 from lightning_freescale._lightning.ddp import process_group_timeout
-from lightning_freescale.comm.rank_notices import notices_of_ranks
+from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.helpers import recommender
 from tests.helpers.fabric_loop import fabric_for
-from tests.helpers.recommender import Samples, StartHooks, collate, trainer
+from tests.helpers.recommender import ActsInHook, Samples, collate, trainer
 
 SECONDS = 15.0
 """Timeout of the groups; what ends sooner has not waited for it."""
@@ -40,6 +41,19 @@ def _raise(error: type[BaseException], text: str = "the needle") -> Callable[[],
     return fail
 
 
+def _terminate_twice() -> None:
+    """Receive SIGTERM, and a second one when the report of the first to the other ranks begins."""
+    report = RankNotices.tell_or_explain.__code__
+
+    def terminate_again(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is report:
+            sys.setprofile(None)
+            ENDS["is terminated"]()
+
+    sys.setprofile(terminate_again)
+    ENDS["is terminated"]()
+
+
 ENDS: dict[str, Callable[[], None]] = {
     "raises": _raise(KeyError),
     "raises a text that cannot be encoded": _raise(ValueError, "the needle \udcff\nin " + "hay" * 2_000_000),
@@ -47,54 +61,39 @@ ENDS: dict[str, Callable[[], None]] = {
     "exits": lambda: sys.exit("the needle"),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "is terminated twice": _terminate_twice,
     "ends with 0": lambda: os._exit(0),
     "freezes": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleeps": lambda: time.sleep(1000),
 }
 
 
-class Fails(StartHooks):
+TRAINER_STARTS = ("setup", "configure_model", "configure_optimizers", "init_fn", "on_fit_start")
+FABRIC_STARTS = ("Fabric", "Fabric.setup")
+
+
+class Fails(ActsInHook):
     """A rank ends in some way, the third time a hook is called, or in a hook before training."""
 
     def __init__(self, victim: int, hook: str, how: str) -> None:
-        super().__init__()
-        self.victim, self.hook, self.how = victim, hook, how
-        self.left = 1 if hook in STARTS else 3
+        once = hook in (*TRAINER_STARTS, *FABRIC_STARTS, "on_train_start")
+        super().__init__(hook, [victim], ENDS[how], at=1 if once else 3)
         tables = recommender.tables()
         for table in tables:
             table.init_fn = self.init_table
         self.net.embeddings = EmbeddingCollection(tables=tables, device=torch.device("meta"))
 
-    def fail_in(self, hook: str) -> None:
-        if hook == self.hook and dist.get_rank() == self.victim:
-            self.left -= 1
-            if self.left == 0:
-                ENDS[self.how]()
-
     def init_table(self, weight: torch.Tensor) -> None:
         if not weight.is_meta:
-            self.fail_in("init_fn")
+            self.pass_by("init_fn")
         nn.init.uniform_(weight)
-
-    def on_fit_start(self) -> None:
-        self.fail_in("on_fit_start")
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self.fail_in("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.fail_in("on_before_optimizer_step")
-
-
-STARTS = ("setup", "configure_model", "configure_optimizers", "init_fn", "on_fit_start", "Fabric", "Fabric.setup")
 
 
 class CannotTell(Fails):
     """A rank may fail where it is asked for the ids of the next step."""
 
     def embedding_ids(self, batch: dict[str, Any]) -> Any:
-        self.fail_in("embedding_ids")
+        self.pass_by("embedding_ids")
         return batch["features"]
 
 
@@ -102,11 +101,10 @@ class FailsInCallback(L.Callback):
     """Its hooks are those of the module's."""
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        for _ in range(3):
-            module.fail_in("on_train_start")
+        module.pass_by("on_train_start")
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        module.fail_in("callback")
+        module.pass_by("callback")
 
 
 def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float = SECONDS, profiled: bool = True) -> None:
@@ -114,7 +112,7 @@ def _fit(victim: int, hook: str, how: str, overlap: bool = True, seconds: float 
 
     def collate_or_fail(samples: Any) -> Any:
         if module._trainer is not None:
-            module.fail_in("collate")
+            module.pass_by("collate")
         return collate(samples)
 
     profiler = [BubbleProfiler(tempfile.mkdtemp(), verbose=False)] if profiled else []
@@ -167,14 +165,14 @@ def test_survivors_name_rank_and_cause(hook: str, how: str, cause: str, overlap:
     assert hook != "embedding_ids" or "CannotTell.embedding_ids" in errors[1]
 
 
-def _start(victim: int, hook: str, how: str) -> None:
+def _start_with_fabric(victim: int, hook: str, how: str) -> None:
     """Start training under Lightning Fabric as a script does: Python reports errors that it does not catch."""
     fabric = fabric_for(timeout=timedelta(seconds=1000))
     module = Fails(victim, hook, how)
     try:
-        module.fail_in("Fabric")
+        module.pass_by("Fabric")
         fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
-        module.fail_in("Fabric.setup")
+        module.pass_by("Fabric.setup")
         fabric.barrier()
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -188,13 +186,16 @@ def _start(victim: int, hook: str, how: str) -> None:
         (_fit, 3, 1, "on_train_start", "raises"),
         (_fit, 3, 1, "configure_model", "raises"),
         (_fit, 2, 1, "configure_optimizers", "is killed"),
-        (_start, 3, 1, "init_fn", "raises"),
+        (_start_with_fabric, 3, 1, "init_fn", "raises"),
         *(
             pytest.param(start, size, victim, hook, how, marks=pytest.mark.slow)
-            for start, hooks in ((_fit, STARTS[:5]), (_start, STARTS[-2:]))
+            for start, hooks, ways in (
+                (_fit, TRAINER_STARTS, ("raises", "is killed")),
+                (_start_with_fabric, FABRIC_STARTS, ("raises", "is killed", "is terminated")),
+            )
             for size, victim in ((2, 0), (3, 2))
             for hook in hooks
-            for how in ("raises", "is killed", "is terminated")
+            for how in ways
         ),
     ],
 )
@@ -204,8 +205,6 @@ def test_a_rank_that_fails_before_training_leaves_no_other_waiting(
     options = (True, 1000.0, hook == "on_train_start") if start is _fit else ()
     errors = _errors(size, victim, hook, how, *options, start=start)
     cause = f"rank {victim} has failed first: KeyError: 'the needle'" if how == "raises" else f"rank {victim} has ended"
-    if how == "is terminated" and start is _fit:
-        cause = f"rank {victim} received SIGTERM"
     for survivor in set(range(size)) - {victim}:
         assert cause in errors[survivor] or (victim == 0 and how != "raises" and STORE in errors[survivor]), errors[survivor]
 

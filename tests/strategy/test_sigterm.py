@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,35 +23,22 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import run_distributed
-from tests.helpers.recommender import REPEATS, Recommender, Samples, StartHooks, collate, trainer
+from tests.helpers.recommender import REPEATS, ActsInHook, Recommender, Samples, collate, trainer
+from tests.strategy.test_causes import ENDS
 
 EPOCHS = 3
 
 
-class Evicted(Recommender):
-    """Some ranks send themselves a SIGTERM in a hook, the ``at``-th time it is called."""
+class Evicted(ActsInHook):
+    """Some ranks send themselves a SIGTERM in a hook. Counts the batches of validation."""
+
+    validated = 0
 
     def __init__(self, ranks: Collection[int], hook: str = "training_step", at: int = 3) -> None:
-        super().__init__()
-        self.ranks, self.hook, self.left = ranks, hook, at
-        self.validated = 0
-
-    def _signal(self, hook: str) -> None:
-        if hook == self.hook and self.global_rank in self.ranks:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        self._signal("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._signal("on_before_optimizer_step")
+        super().__init__(hook, ranks, ENDS["is terminated"], at)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         self.validated += 1
-        self._signal("validation_step")
         super().validation_step(batch, batch_idx)
 
 
@@ -171,65 +158,39 @@ def test_validation_stops_too_and_what_is_saved_is_whole(tmp_path: Path) -> None
     assert model_checkpoint and in_background
 
 
-class Starts(StartHooks):
-    """Some ranks fail in a hook before training."""
-
-    def __init__(self, hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> None:
-        super().__init__()
-        self.hook, self.ranks, self.fail = hook, ranks, fail
-
-    def fail_in(self, hook: str) -> None:
-        if hook == self.hook and self.global_rank in self.ranks:
-            self.fail()
-
-
-def _start(hook: str, ranks: Collection[int], fail: Callable[[], Any]) -> tuple[type, Any, str]:
+def _start(hook: str, ranks: Collection[int], how: str) -> tuple[type, Any, str]:
     """Return the type and exit status of the exception that ends the fit, and the text that callbacks receive."""
     hears, data = Hears(), Samples(64)
     strategy = FreeScaleStrategy(timeout=timedelta(seconds=10))
     run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[hears])
     with pytest.raises(BaseException) as ended:  # noqa: PT011 (which one is compared)
-        run.fit(Starts(hook, ranks, fail), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+        run.fit(ActsInHook(hook, ranks, ENDS[how]), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return ended.type, getattr(ended.value, "code", None), hears.text
 
 
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _terminate_twice() -> None:
-    _terminate()
-    _terminate()
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("size", "hook", "ranks", "fail"),
+    ("size", "hook", "ranks", "how"),
     [
-        (1, "configure_optimizers", [0], _terminate),
-        (2, "setup", [1], _terminate),
-        pytest.param(2, "setup", [0], _terminate_twice, marks=pytest.mark.slow),
-        pytest.param(3, "configure_model", [0, 1], _terminate, marks=pytest.mark.slow),
-        pytest.param(2, "configure_optimizers", [1], _terminate, marks=pytest.mark.slow),
+        (1, "configure_optimizers", [0], "is terminated"),
+        (2, "setup", [1], "is terminated"),
+        pytest.param(2, "setup", [0], "is terminated twice", marks=pytest.mark.slow),
+        pytest.param(3, "configure_model", [0, 1], "is terminated", marks=pytest.mark.slow),
+        pytest.param(2, "configure_optimizers", [1], "is terminated", marks=pytest.mark.slow),
+        pytest.param(2, "on_fit_start", [0], "is terminated", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_before_training_ends_all_ranks_with_its_status(
-    size: int, hook: str, ranks: list[int], fail: Callable[[], None]
-) -> None:
-    for rank, (kind, code, text) in enumerate(run_distributed(_start, size, hook, ranks, fail, init=False)):
+def test_a_signal_before_training_ends_all_ranks_with_its_status(size: int, hook: str, ranks: list[int], how: str) -> None:
+    for rank, (kind, code, text) in enumerate(run_distributed(_start, size, hook, ranks, how, init=False)):
         assert (kind, code) == (SIGTERMException, 143), text
         own, others = f"rank {rank} received SIGTERM", [f"rank {other} received SIGTERM" for other in ranks]
         assert own in text if rank in ranks else any(other in text for other in others)
 
 
-def _raise() -> None:
-    raise KeyError("the needle")
-
-
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("hook", ["setup", pytest.param("configure_optimizers", marks=pytest.mark.slow)])
 def test_callbacks_receive_rank_and_cause_of_a_failure_before_training(hook: str) -> None:
-    (_, _, heard), own = run_distributed(_start, 2, hook, [1], _raise, init=False)
+    (_, _, heard), own = run_distributed(_start, 2, hook, [1], "raises", init=False)
     assert own == (KeyError, None, "'the needle'")
     assert "rank 1 has failed first: KeyError: 'the needle'" in heard
