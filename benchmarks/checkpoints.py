@@ -25,7 +25,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 
 import harness
+from checkpoint_contents import alter, digest
 
 KINDS = ("single", "sharded", "async")
 DIM = 64
@@ -130,7 +130,7 @@ def _consolidate(folder: Path) -> float:
     process, peak = subprocess.Popen(command, stdout=subprocess.DEVNULL), 0.0
     while process.poll() is None:
         with suppress(OSError, KeyError):  # it has just ended
-            peak = max(peak, _memory(process.pid)[0])
+            peak = max(peak, harness.memory_mb(process.pid)[0])
         time.sleep(0.002)
     if process.returncode:
         raise SystemExit("freescale consolidate failed")
@@ -145,7 +145,7 @@ def _flip_bytes(options: argparse.Namespace) -> dict[str, float]:
             path = folder / "a.ckpt"
             _run(options, kind=kind, path=str(path), load=False)
             files = sorted(path.iterdir()) if path.is_dir() else [path]
-            whole, found = _contents(path), Counter({"damaged": 0, "unchanged": 0, "wrong": 0, "other_errors": 0})
+            whole, found = _digest_of(path), Counter({"damaged": 0, "unchanged": 0, "wrong": 0, "other_errors": 0})
             for _ in range(options.flips):
                 found[_read_flipped(path, random.choice(files), random, whole)] += 1
         finally:
@@ -155,49 +155,35 @@ def _flip_bytes(options: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
-def _read_flipped(path: Path, file: Path, random: Random, whole: bytes) -> str:
+def _read_flipped(path: Path, file: Path, random: Random, whole: str) -> str:
     size = file.stat().st_size
     # every second change is near an end of the file, where there are no values of tables
     place = random.randrange(size) if random.random() < 0.5 else random.randrange(-4096, 4096) % size
-    with open(file, "r+b") as content:
-        content.seek(place)
-        byte = content.read(1)[0]
-        content.seek(place)
-        content.write(bytes([byte ^ random.randrange(1, 256)]))
-        content.flush()
-        try:
-            return "unchanged" if _contents(path) == whole else "wrong"
-        except Exception as error:
-            damaged = isinstance(error, ValueError) and "is damaged or incomplete" in str(error)
-            if not damaged:
-                print(f"byte {place} of {file.name}: {type(error).__name__}: {error}", file=sys.stderr)
-            return "damaged" if damaged else "other_errors"
-        finally:
-            content.seek(place)
-            content.write(bytes([byte]))
+    mask = random.randrange(1, 256)
+    alter(file, place, mask)
+    try:
+        return "unchanged" if _digest_of(path) == whole else "wrong"
+    except Exception as error:
+        damaged = isinstance(error, ValueError) and "is damaged or incomplete" in str(error)
+        if not damaged:
+            print(f"byte {place} of {file.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return "damaged" if damaged else "other_errors"
+    finally:
+        alter(file, place, mask)
 
 
-def _contents(path: Path) -> bytes:
-    """Return a digest of all values of a checkpoint."""
-    import torch
-    from torch.utils import _pytree as pytree
-
+def _digest_of(path: Path) -> str:
     from lightning_freescale.checkpoint.conversion import read_checkpoint
     from lightning_freescale.checkpoint.sharded_folder import materialized
 
-    values, structure = pytree.tree_flatten(materialized(read_checkpoint(path)))
-    digest = sha256(repr(structure).encode())
-    for value in values:
-        digest.update(value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
-        digest.update(repr(getattr(value, "dtype", type(value))).encode())
-    return digest.digest()
+    return digest(materialized(read_checkpoint(path)))
 
 
 class _Peak:
     """The peak memory over a period, in MB: private memory of the process, and mapped files."""
 
     def __init__(self) -> None:
-        self.before, self.mapped_before = _memory()
+        self.before, self.mapped_before = harness.memory_mb()
         self.peak, self.mapped = self.before, self.mapped_before
         self._go = True
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -205,7 +191,7 @@ class _Peak:
 
     def _watch(self) -> None:
         while self._go:
-            own, mapped = _memory()
+            own, mapped = harness.memory_mb()
             self.peak, self.mapped = max(self.peak, own), max(self.mapped, mapped)
             time.sleep(0.002)
 
@@ -214,12 +200,6 @@ class _Peak:
         self._go = False
         self._thread.join()
         return self.peak - self.before, self.mapped - self.mapped_before
-
-
-def _memory(process: int | str = "self") -> tuple[float, float]:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    own, mapped = (int(status[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile"))
-    return own, mapped
 
 
 def _rank(given: dict[str, Any]) -> None:

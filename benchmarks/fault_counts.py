@@ -70,14 +70,14 @@ class Counts:
             mine["slowest_seconds"] = max(mine["slowest_seconds"], of_other["slowest_seconds"])
 
     def figures(self, defects: tuple[str, ...], ends: tuple[str, ...]) -> dict[str, float]:
-        """Return the counts, the largest share of runs with each defect that they support, and the most seconds to the end.
+        """Return the counts, the upper limits of the shares of runs with each defect, and the most seconds to the end.
 
-        The shares are called ``DEFECT_at_most``. The seconds are those of all kinds, of the kinds that the ranks notice without
+        The limits are called ``DEFECT_at_most``. The seconds are those of all kinds, of the kinds that the ranks notice without
         a timeout, and of those during the start.
         """
         runs = self.counts["runs"]
         found = {name: float(self.counts[name]) for name in ("runs", *defects, *ends)}
-        found |= {f"{name}_at_most": largest_share(self.counts[name], runs) for name in defects}
+        found |= {f"{name}_at_most": upper_limit(self.counts[name], runs) for name in defects}
         found["kinds"] = float(len(self.kinds))
         noticed = [name for name in self.kinds if name in KINDS and not KINDS[name].timeout]
         groups = {"": [*self.kinds], "noticed_": noticed, "start_": [name for name in noticed if KINDS[name].steps == (0, 0)]}
@@ -94,8 +94,8 @@ class Counts:
         }
 
 
-def largest_share(found: int, runs: int) -> float:
-    """Return the one-sided upper bound of Clopper and Pearson for the share of runs with a defect."""
+def upper_limit(found: int, runs: int) -> float:
+    """Return the upper limit of the one-sided confidence interval (Clopper-Pearson) for the share of runs with a defect."""
     if found >= runs:
         return 1.0
     low, high = found / runs, 1.0

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass
 
 STEPS, SAVES_EVERY = 24, 6
-_WAITS_FOR_NOTHING = 300.0  # the timeout of a group whose ranks hear of the fault before
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Case:
     Attributes:
         ranks: number of ranks of each job.
         jobs: number of trainings, which write the same checkpoints at the same time.
-        timeout: timeout of the process group, in seconds.
-        waits: the part of it for which the ranks have to wait before they notice the fault.
+        waits: timeout of the process group for which the ranks have to wait, in seconds; 0 if they notice the fault before.
         workers: number of workers of each rank's loader.
         checkpoint: the argument ``FreeScaleStrategy(checkpoint=)``.
         detect_anomaly: the argument ``Trainer(detect_anomaly=)``.
@@ -59,7 +57,6 @@ class Case:
     ranks: int
     jobs: int
     faults: tuple[Fault, ...]
-    timeout: float
     waits: float
     workers: int
     checkpoint: str
@@ -232,7 +229,6 @@ def draw_case(name: str, draw: random.Random) -> Case:
         ranks=ranks,
         jobs=kind.jobs,
         faults=(before if kind.after else ()) + (fault,),
-        timeout=kind.timeout or _WAITS_FOR_NOTHING,
         waits=kind.timeout,
         workers=draw.choice((0, 0, 2)) if kind.workers is None else kind.workers,
         checkpoint=kind.checkpoint or draw.choice(("single", "sharded", "async")),

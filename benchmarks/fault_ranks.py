@@ -84,7 +84,7 @@ def run_ranks(
         folder: folder for the output of the ranks.
         limit: seconds after a fault within which a rank has to end.
         jobs: number of jobs at the same time.
-        watch: called all the time.
+        watch: called every 5 ms while ranks run.
     """
     everyone = range(jobs * ranks)
     progress, processes = np.frombuffer(mmap.mmap(-1, 16 * len(everyone))).reshape(2, len(everyone)), list[int]()
@@ -195,6 +195,7 @@ def _watch(
     """Return the exit statuses of the ranks that have ended, the times of their ends, and all processes that existed."""
     began, codes, ended_at, seen = time.monotonic(), dict[int, int](), [0.0] * len(processes), set[int]()
     stays = set(fault.ranks) if fault is not None and fault.stays else set()
+    repeats_after = 0.0 if fault is None else max(fault.seconds, fault.again)
     looked = due = repeats = 0.0
     while len(codes.keys() | stays) < len(processes):
         now = time.monotonic()
@@ -211,9 +212,9 @@ def _watch(
                 due = now + fault.delay
             if due and not first and now >= due:
                 progress[1, list(fault.ranks)] = time.monotonic()
-                repeats = now + max(fault.seconds, fault.again)
+                repeats = now + repeats_after
                 _signal([processes[rank] for rank in fault.ranks if rank not in codes], getattr(signal, fault.how))
-            if max(fault.seconds, fault.again) and repeats and now >= repeats:
+            if repeats_after and repeats and now >= repeats:
                 repeats, name = 0.0, "SIGCONT" if fault.seconds else fault.how
                 _signal([processes[rank] for rank in fault.ranks if rank not in codes], getattr(signal, name))
         watch()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import resource
 import signal
 import sys
@@ -15,6 +13,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from checkpoint_contents import digest
 from fault_kinds import SAVES_EVERY, STEPS, Case, Fault
 from fault_points import Point
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -28,6 +27,7 @@ from lightning_freescale.data import HistoryDataset, collate_histories, read_int
 
 RATINGS = Path(__file__).parents[1] / "examples" / "data" / "ml-latest-small" / "ratings.csv.gz"
 DIM, NEGATIVES, BATCH, USERS = 16, 64, 8, 300  # more than one epoch
+_TIMEOUT = 300.0  # of a process group whose ranks notice the fault before
 
 
 def histories() -> HistoryDataset:
@@ -221,7 +221,7 @@ def train(
     saving = ModelCheckpoint(point.checkpoints, "{step}", every_n_train_steps=SAVES_EVERY, save_last=True, save_top_k=-1)
     saving._enable_version_counter = case.jobs == 1
     trainer = L.Trainer(
-        strategy=FreeScaleStrategy(timeout=timedelta(seconds=case.timeout), checkpoint=case.checkpoint),
+        strategy=FreeScaleStrategy(timeout=timedelta(seconds=case.waits or _TIMEOUT), checkpoint=case.checkpoint),
         accelerator="cpu",
         devices=case.ranks,
         max_steps=STEPS,
@@ -238,7 +238,7 @@ def train(
             raise RuntimeError(text) from None
         raise
     end = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return {"digest": digest(end), "first_step": module.first_step, "steps": trainer.global_step}
+    return {"digest": digest_of_state(end), "first_step": module.first_step, "steps": trainer.global_step}
 
 
 _SAYS_INSTEAD = {
@@ -254,22 +254,6 @@ def _pass_by_a_move(event: str, arguments: tuple[Any, ...], point: Point) -> Non
         point.pass_by("move")
 
 
-def digest(checkpoint: dict[str, Any]) -> str:
+def digest_of_state(checkpoint: dict[str, Any]) -> str:
     """Return a checksum of all bits of the weights and optimizer states of a checkpoint."""
-    found = hashlib.sha256()
-
-    def add(place: str, part: Any) -> None:
-        if isinstance(part, Tensor):
-            found.update(f"{place} {part.dtype} {tuple(part.shape)}".encode() + part.detach().contiguous().numpy().tobytes())
-        elif isinstance(part, dict):
-            for name in sorted(part, key=str):
-                add(f"{place}.{name}", part[name])
-        elif isinstance(part, (list, tuple)):
-            for index, each in enumerate(part):
-                add(f"{place}.{index}", each)
-        else:
-            found.update(json.dumps([place, str(part)]).encode())
-
-    add("weights", checkpoint["state_dict"])
-    add("states", checkpoint["optimizer_states"])
-    return found.hexdigest()
+    return digest([checkpoint["state_dict"], checkpoint["optimizer_states"]])

@@ -19,8 +19,9 @@ unstruck         faults that did not occur
 
 ``--self-test`` runs trainings with these defects, and fails if one of them is not found.
 
-``--append FILE`` adds the counts to those of an earlier result, which had another seed. Of each defect, the result has the
-largest share of runs that the counts support, with a confidence of 95 %: about 3 / n after none in n runs.
+``--append FILE`` adds the counts to those of an earlier result, which had another seed. For each defect, the
+result has the upper limit of the one-sided 95 % confidence interval for its share of the runs: about 3 / n if none of n runs
+had it.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.append(str(Path(__file__).parent))
 
 import harness
+from checkpoint_contents import alter
 from fault_counts import Counts
 from fault_kinds import CONTROLS, KINDS, ROOT_ONLY, SAVES_EVERY, Case, Fault, draw_case, draw_cases, kinds_here
 from fault_ranks import Attempt, RankEnd, run_ranks
-from fault_training import digest, histories, train
+from fault_training import digest_of_state, histories, train
 
 from lightning_freescale.checkpoint.conversion import read_checkpoint
 from lightning_freescale.checkpoint.sharded_folder import materialized
@@ -125,7 +127,7 @@ def _finish(counts: Counts, options: argparse.Namespace) -> None:
     if options.append is not None:
         more["earlier"] = json.loads(options.append.read_text()).get("earlier", [])
         options.json = options.append
-    harness.finish(figures, options, more)
+    harness.finish(figures, options, **more)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -258,7 +260,7 @@ def _reader(case: Case, checkpoints: Path, known: list[Reference], found: Found)
 def _job_of(path: Path, known: list[Reference], found: Found) -> int | None:
     """Return the job that wrote a checkpoint, and add to ``found`` if it is not of one job as a whole."""
     try:
-        content = digest(materialized(read_checkpoint(path, weights_only=False)))
+        content = digest_of_state(materialized(read_checkpoint(path, weights_only=False)))
     except Exception as error:
         found.append(("failed_reads", f"{path.name}: {type(error).__name__}: {error}"))
         return None
@@ -303,7 +305,7 @@ def _reference(ranks: int, job: int, folder: Path) -> Reference:
     ends = _attempt(case, None, place, place, None, 0.0, job).ends
     if errors := [end.error for end in ends if end.result is None]:
         raise RuntimeError(f"{ranks} ranks without a fault ended with {errors}")
-    saved = {digest(read_checkpoint(path, weights_only=False)) for path in place.glob("*.ckpt")}
+    saved = {digest_of_state(read_checkpoint(path, weights_only=False)) for path in place.glob("*.ckpt")}
     shutil.rmtree(place)
     return Reference([end.result["digest"] for end in ends if end.result is not None], saved)
 
@@ -374,19 +376,11 @@ def _damage(checkpoints: Path, case: Case) -> None:
     if case.damage == "truncated":
         os.truncate(largest, size // 2)
     elif case.damage == "altered":
-        _flip(largest, size // 2, 0)
+        alter(largest, size // 2, 1)
     else:  # half of the flips hit the directory at the end of a single file
         file, part = files[int(case.at * len(files))], case.at * 1024 % 1
         size, first = file.stat().st_size, max(0, file.stat().st_size - 4096) if case.at < 0.5 and last.is_file() else 0
-        _flip(file, first + int(part * (size - first)), int(case.at * 8192) % 8)
-
-
-def _flip(path: Path, place: int, bit: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << bit]))
+        alter(file, first + int(part * (size - first)), 1 << int(case.at * 8192) % 8)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -37,10 +35,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def finish(figures: dict[str, float], options: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+def finish(figures: dict[str, float], options: argparse.Namespace, **more: Any) -> None:
     """Write the figures, and ``more`` beside them, and check the required ones; exit with 1 if a check fails."""
     if options.json is not None:
-        result = {"figures": figures, "measured_on": where()} | _remembered(options.json) | dict(more)
+        result = {"figures": figures, "measured_on": where()} | _remembered(options.json) | more
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     missed = [demand for demand in options.require if not _holds(demand, figures)]
     for demand in missed:
@@ -72,6 +70,13 @@ def where() -> dict[str, Any]:
     machine = {"machine": platform.machine(), "processor": _processor(), "cores": _cores()} | _gpu()
     when = {"commit": _commit(), "date": date.today().isoformat(), "command": _command()}
     return machine | {"python": platform.python_version()} | packages | when
+
+
+def memory_mb(process: int | str = "self") -> tuple[float, float]:
+    """Return the private memory of a process (RssAnon) and that of its mapped files (RssFile), in MB."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    own, mapped = (int(status[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile"))
+    return own, mapped
 
 
 def _remembered(path: Path) -> dict[str, Any]:

@@ -91,14 +91,11 @@ def _recover(ranks: int, **given: Any) -> dict[str, float]:
         events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
     finally:
         shutil.rmtree(folder)
-    killed = min(event["at"] for event in events if event["name"] == "killed")
-    ends = {name: max(each["at"] for each in events if each["name"] == name) for name in STAGES if _has(events, name)}
-    began = [killed, *ends.values()]
-    return {name: end - before for (name, end), before in zip(ends.items(), began)}
-
-
-def _has(events: list[dict[str, Any]], name: str) -> bool:
-    return any(event["name"] == name for event in events)
+    at = dict[str, float]()
+    for event in events:
+        at[event["name"]] = max(event["at"], at.get(event["name"], 0.0))
+    stages = ["killed", *(name for name in STAGES if name in at)]
+    return {stage: at[stage] - at[before] for before, stage in zip(stages, stages[1:])}
 
 
 def _note(folder: str, name: str, at: float | None = None) -> None:

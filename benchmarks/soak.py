@@ -5,9 +5,9 @@ The long run has many small steps with overlap and profiler. Every ``--every`` s
 
 With ``--fits N``, the ranks run N fits of all kinds in turn: checkpoints in files and in folders, also in the background, the
 profiler, workers of loaders, streams, Fabric, several models and Trainers at once, validation, test and prediction, and fits
-that fail. Each rank notes after each fit also its sockets, its listening ports, its mapped shared memory, its children and its
-process groups. ``NAME_increase`` is the largest number after a fit minus the number after the second fit of the same kind.
-The figures are those of the worst rank.
+that fail. After each fit, each rank also records the numbers of its sockets, listening ports, pieces of mapped shared memory,
+child processes and process groups. ``NAME_increase`` is the largest growth over all fits, compared with the second fit of the
+same kind. The figures are those of the worst rank.
 """
 
 from __future__ import annotations
@@ -108,30 +108,31 @@ class Notes(L.Callback):
         """Record the resources."""
         if trainer.global_step % self.every == 0:
             gc.collect()
-            self.noted.append([memory(), threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())])
+            self.noted.append(
+                [harness.memory_mb()[0], threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())]
+            )
             if trainer.is_global_zero:
                 print(trainer.global_step, *(f"{value:.1f}" for value in self.noted[-1]), flush=True)
 
 
-def memory() -> float:
-    """Return the private memory of this process in MB."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) / 1024
-
-
-def counts() -> list[int]:
+def counts() -> dict[str, int]:
     """Return the numbers of the resources :data:`COUNTED` that this process holds."""
     files = list[str]()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the listing itself
             files.append(os.readlink(f"/proc/self/fd/{number}"))
     tcp = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
-    ports = sum(row[3] == "0A" and f"socket:[{row[9]}]" in files for row in tcp)  # "0A": listens
     threads = os.listdir("/proc/self/task")
-    shared = sum("/dev/shm" in line or "/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    children = sum(len(Path(f"/proc/self/task/{thread}/children").read_text().split()) for thread in threads)
-    sockets = sum(file.startswith("socket:") for file in files)
-    return [len(threads), len(files), sockets, ports, shared, children, len(dist.distributed_c10d._world.pg_map)]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "threads": len(threads),
+        "files": len(files),
+        "sockets": sum(file.startswith("socket:") for file in files),
+        "ports": sum(row[3] == "0A" and f"socket:[{row[9]}]" in files for row in tcp),  # "0A": listens
+        "shared_memory": sum("/dev/shm" in line or "/memfd:" in line for line in mapped),
+        "children": sum(len(Path(f"/proc/self/task/{thread}/children").read_text().split()) for thread in threads),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
 
 
 # -- one long run
@@ -326,7 +327,8 @@ def _fits(options: argparse.Namespace) -> list[list[float]]:
             dist.barrier()
         gc.collect()
         dist.barrier()
-        noted.append([memory(), *counts()])
+        found = counts()
+        noted.append([harness.memory_mb()[0], *(found[name] for name in COUNTED)])
         if dist.get_rank() == 0:
             print(number + 1, kind, *(f"{value:.1f}" for value in noted[-1][:1]), *noted[-1][1:], flush=True)
     return noted

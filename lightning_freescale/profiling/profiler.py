@@ -49,9 +49,11 @@ class ProfilerOptions:
     """Options of the profiler.
 
     Attributes:
-        every_n_steps: see :class:`lightning_freescale.BubbleProfiler`, as for ``trace_steps`` and ``torch_profiler_steps``.
+        every_n_steps: see :class:`lightning_freescale.BubbleProfiler`.
         warmup_steps: number of first steps that are left out.
         max_steps: largest number of steps in the report, counted from the end.
+        trace_steps: see :class:`lightning_freescale.BubbleProfiler`.
+        torch_profiler_steps: see :class:`lightning_freescale.BubbleProfiler`.
 
     Raises:
         ValueError: a value is invalid.

@@ -16,7 +16,7 @@ import overlap_workload
 import pytest
 import what_if
 from contest import Contest
-from fault_counts import Counts, largest_share
+from fault_counts import Counts, upper_limit
 from fault_kinds import Fault, draw_case
 from fault_ranks import Attempt, RankEnd
 
@@ -143,9 +143,9 @@ def test_a_rank_that_raises_keeps_its_error() -> None:
 
 def test_counts_of_faults_add_up(tmp_path: Path) -> None:
     """Runs of the same seed are refused, and so are those of another definition."""
-    assert largest_share(0, 600) == pytest.approx(1 - 0.05 ** (1 / 600))
-    assert largest_share(1, 10) == pytest.approx(0.39416, abs=1e-5)  # tables of Clopper and Pearson
-    assert largest_share(10, 10) == 1.0
+    assert upper_limit(0, 600) == pytest.approx(1 - 0.05 ** (1 / 600))
+    assert upper_limit(1, 10) == pytest.approx(0.39416, abs=1e-5)  # tables of Clopper and Pearson
+    assert upper_limit(10, 10) == 1.0
     path, begun = tmp_path / "faults.json", Counts.new(["killed"], 15.0)
     begun.add(3, 0, "killed", [("hangs", "rank 1"), ("hangs", "rank 2")], 15.04, "failed")
     begun.parts.append({"seed": 3, "runs": 1})
@@ -155,7 +155,7 @@ def test_counts_of_faults_add_up(tmp_path: Path) -> None:
     added.add_earlier(Counts.read(path, Counts.new(["killed"], 15.0), 4))
     figures = added.figures(("hangs",), ("resumed", "failed"))
     assert figures == pytest.approx(
-        {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "hangs_at_most": largest_share(1, 2), "kinds": 1}
+        {"runs": 2, "hangs": 1, "resumed": 1, "failed": 1, "hangs_at_most": upper_limit(1, 2), "kinds": 1}
         | {"slowest_seconds": 15.0, "slowest_noticed_seconds": 15.0, "slowest_start_seconds": 0.0}
     )
     assert added.kinds == {"killed": {"runs": 2, "slowest_seconds": 15.0}}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-from contextlib import suppress
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,22 @@ import torch.distributed as dist
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
+from tests.docs.pages import ROOT
 from tests.helpers.recommender import Recommender, Samples, collate, fixed_loader, trainer
 
-_LISTENS = "0A"
-"""How Linux writes the state of a socket that listens."""
+sys.path.append(str(ROOT / "benchmarks"))
 
-
-def _listening() -> int:
-    """Return at how many ends this process listens over TCP."""
-    ends = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            ends.add(os.readlink(f"/proc/self/fd/{name}"))
-    rows = [row.split() for family in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]]
-    return sum(row[3] == _LISTENS and f"socket:[{row[9]}]" in ends for row in rows)
+import soak
 
 
 class _Counts(L.Callback):
-    """Keeps the numbers of such ends after each step."""
+    """Keeps the number of sockets that listen after each step."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append(_listening())
+        self.steps.append(soak.counts()["ports"])
 
 
 def _fit(planned: bool, folder: str | None) -> list[int]:
@@ -47,7 +38,7 @@ def _fit(planned: bool, folder: str | None) -> list[int]:
     loaded = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate) if planned else fixed_loader(dist.get_rank(), 3)
     trainer(devices=2, callbacks=callbacks, max_steps=3).fit(Recommender(), loaded)
     gc.collect()
-    return [*counts.steps, _listening()]
+    return [*counts.steps, soak.counts()["ports"]]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import soak
 
 
-def _settled() -> list[int]:
+def _settled() -> dict[str, int]:
     gc.collect()
     dist.barrier()  # a connection is closed once both of its ranks have let it go
     gc.collect()
@@ -75,4 +75,5 @@ def test_a_fit_after_a_failed_one_and_models_of_earlier_fits_work(tmp_path: Any)
 def test_the_fits_of_every_kind_leave_nothing_behind() -> None:
     kinds = [*soak.KINDS]
     figures = soak.many_fits(argparse.Namespace(fits=3 * len(kinds), kinds=kinds, ranks=2))
-    assert {name: figures[f"{name}_increase"] for name in soak.COUNTED} == dict.fromkeys(soak.COUNTED, 0.0)
+    increases = {name: figures[f"{name}_increase"] for name in soak.COUNTED}
+    assert max(increases.values()) <= 0.0, increases

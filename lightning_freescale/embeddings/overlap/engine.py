@@ -53,12 +53,12 @@ class OverlapEngine:
         clip_value: the limit of every element of a row's gradient, summed over ranks and batches; None for no limit.
         hold_gradients: update no row before :meth:`apply_gradients`, so that gradients can be clipped by their norm. This costs
             overlap, because no gradient is sent during the next forward. Tables outside all parameter groups are not clipped.
-        hot_rows: see :class:`lightning_freescale.FreeScaleStrategy`, as for ``rerank_every_n_steps`` and ``wire``. Other values
-            than ``"auto"`` and 0 require ``ranks_per_node`` and ``dedup``.
-        rerank_every_n_steps: the number of steps between two lists of hot rows.
+        hot_rows: see :class:`lightning_freescale.FreeScaleStrategy`. Other values than ``"auto"`` and 0 require
+            ``ranks_per_node`` and ``dedup``.
+        rerank_every_n_steps: see :class:`lightning_freescale.FreeScaleStrategy`.
         ranks_per_node: the number of ranks of every node, with ranks numbered node by node. The report then counts the bytes
             that cross between nodes.
-        wire: the type in which rows and gradients are sent.
+        wire: see :class:`lightning_freescale.FreeScaleStrategy`.
 
     Raises:
         ValueError: ``wire`` is unknown, or ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit

@@ -22,9 +22,9 @@ class HotList:
         rows: the keys of the rows in the list, see :meth:`RowLayout.keys`, and their decayed numbers of reads; on the host.
         changed: whether ``rows`` is new. The training thread resets it.
 
-    The owners publish the first list after an eighth of ``every_n_steps``. The number of steps doubles until it would grow by
-    more than ``every_n_steps``; from then on it grows by that. Micro-batches count as steps. The list needs no checkpoint,
-    because each list gives the same results, up to rounding.
+    The owners publish the first list after an eighth of ``every_n_steps`` steps. The distance to the next list is the number of
+    steps so far, but at most ``every_n_steps``. Micro-batches count as steps. A checkpoint does not contain the list, because
+    results do not depend on it, up to rounding.
     """
 
     begun = False

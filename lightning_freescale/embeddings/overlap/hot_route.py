@@ -52,7 +52,7 @@ class HotRouting:
     every_n_steps: int
     nodes: Nodes
     links: LinkCosts | None = None  # measured by the first collection
-    takes_turns: bool = False  # whether "auto" cannot be used, because NCCL moves the rows of several collections
+    nccl_moves_several: bool = False  # whether NCCL moves the rows of several collections, so that "auto" uses no hot rows
 
     @classmethod
     def of(cls, hot_rows: HotRowsOption, every_n_steps: int, nodes: Nodes | None, dedup: bool) -> HotRouting | None:
@@ -69,9 +69,11 @@ class HotRouting:
     @property
     def choice(self) -> str:
         """The choice of ``"auto"`` in a sentence; empty for other values, and before links were measured."""
-        if self.takes_turns:
-            reason = "NCCL moves the rows of several collections. For hot rows, pass transport='host'"
-            return f"hot_rows='auto': no row is hot, because {reason}"
+        if self.nccl_moves_several:
+            return (
+                "hot_rows='auto': no row is hot, because NCCL moves the rows of several collections. For hot rows, pass "
+                "transport='host'"
+            )
         if self.links is None:
             return ""
         dearer, readers = self.links.far_s_per_byte / self.links.near_s_per_byte, self.links.fewest_readers
@@ -93,7 +95,7 @@ class HotRouting:
             return group
         dist.destroy_process_group(group)
         if self.hot_rows == "auto":
-            self.takes_turns = True
+            self.nccl_moves_several = True
             return None
         raise ValueError(
             f"hot_rows={self.hot_rows!r} does not support several embedding collections, {path!r} among them, if NCCL moves "
