@@ -28,11 +28,14 @@ from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
-from lightning_freescale.comm.transports.p2p import until_another_fails
+from lightning_freescale.comm.waits import until_another_fails
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for a step or for a part of a checkpoint.
 The default group also waits for slow set-up and loading, and keeps Lightning's timeout."""
+
+
+_NOTICES: weakref.WeakSet[RankNotices] = weakref.WeakSet()  # of all strategies for Fabric
 
 
 class _OptionsOfDDP:
@@ -169,7 +172,9 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
         if notices is not None:
             # nothing here may keep the strategy, because a loop over Fabric has no end
             weakref.finalize(self, notices.close).atexit = False
-            sys.excepthook = partial(_report_and_print, weakref.ref(notices), sys.excepthook)
+            _NOTICES.add(notices)
+            if getattr(sys.excepthook, "func", None) is not _report_and_print:
+                sys.excepthook = partial(_report_and_print, sys.excepthook)
 
     @override
     def teardown(self) -> None:
@@ -223,12 +228,10 @@ class _Blocked(_BackwardSyncControl):
         return self._blocked(module) if enabled else nullcontext()
 
 
-def _report_and_print(
-    notices: weakref.ref[RankNotices], print_error: Callable[..., Any], kind: Any, error: BaseException, *trace: Any
-) -> None:
+def _report_and_print(print_error: Callable[..., Any], kind: Any, error: BaseException, *trace: Any) -> None:
     """Report an uncaught error of a loop over Fabric to the other ranks."""
-    if (known := notices()) is not None:
-        known.tell_or_explain(error)
+    for notices in list(_NOTICES):
+        notices.tell_or_explain(error)
     print_error(kind, error, *trace)
 
 

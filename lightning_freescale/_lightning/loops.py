@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -163,8 +162,9 @@ def reopen_epoch(loops: dict[str, Any], trainer: Trainer) -> None:
 def start_next_epoch(trainer: Trainer) -> None:
     """Start a new epoch if the run resumes from a checkpoint that was saved in ``on_train_batch_end`` of an epoch's last batch.
 
-    Call it in the strategy's ``on_train_start``. Lightning has closed the earlier epoch, but starts the new one after as many
-    batches, if it has more or no length. It then counts it as begun, so that a later checkpoint has a wrong position.
+    Call it in the strategy's ``on_train_start``. Lightning counts the saved epoch as complete, but keeps its batch counters. A
+    longer epoch, or one of unknown length, would begin after that many batches, and later checkpoints would have a wrong
+    position.
     """
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # before Lightning 2.5.1, loops have no such stage, and repeat the last batch
@@ -217,7 +217,8 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 def find_remote_last(trainer: Trainer, manifest: str) -> None:
     """Make ``ckpt_path="last"`` find checkpoints on the file systems of fsspec, which Lightning looks for without the scheme.
 
-    Lightning chooses the newest by its time of modification. A folder may have none there, so its file ``manifest`` is found.
+    For a folder, the path of its ``manifest`` is returned, because Lightning compares modification times, which folders may not
+    have.
     """
     for saver in _savers(trainer):
         if "://" in str(saver.dirpath):
@@ -225,12 +226,9 @@ def find_remote_last(trainer: Trainer, manifest: str) -> None:
 
 
 def _remote_last(saver: ModelCheckpoint, manifest: str, trainer: Trainer) -> set[str]:
-    folder, files = str(saver.dirpath).rstrip("/"), saver._fs
-    names = {os.path.basename(name.rstrip("/")) for name in files.ls(folder, detail=False)} if files.exists(folder) else ()
-    found = {
-        f"{folder}/{name}" for name in names if re.fullmatch(rf"{saver.CHECKPOINT_NAME_LAST}(-.*)?{saver.FILE_EXTENSION}", name)
-    }
-    return {f"{path}/{manifest}" if files.isdir(path) else path for path in found}
+    folder, names = str(saver.dirpath).rstrip("/"), type(saver)._find_last_checkpoints(saver, trainer)
+    found = {f"{folder}/{os.path.basename(name)}" for name in names}
+    return {f"{path}/{manifest}" if saver._fs.isdir(path) else path for path in found}
 
 
 def warn_of_what_is_missing(checkpoint: Mapping[str, Any], key: str, trainer: Trainer) -> None:

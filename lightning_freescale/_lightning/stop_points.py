@@ -79,9 +79,13 @@ class StopPoints:
         if predicts:
             self.stop_here()
         # validation and test stop after the batch. The checkpoint for requeueing is saved between batches of training
-        elif self._stops_at((self._step, self._batch)) and not self._why().endswith(_REQUEUE):
+        elif self._stops_at((self._step, self._batch)) and not self._is_for_requeue:
             self._trainer._signal_connector.received_sigterm = True
         return evaluate(*args, **kwargs)
+
+    @property
+    def _is_for_requeue(self) -> bool:
+        return self._why().endswith(_REQUEUE)
 
     def end_training(self) -> None:
         """Pass the end of training, see :meth:`stop_here`."""
@@ -92,7 +96,7 @@ class StopPoints:
         """Raise SIGTERMException if all ranks stop here. Save a checkpoint first if the reason is SLURM's requeueing."""
         if self._stops_at((self._step, self._batch)):
             self._trainer._signal_connector.received_sigterm = True
-            if self._why().endswith(_REQUEUE):
+            if self._is_for_requeue:
                 connector: Any = self._trainer._signal_connector
                 type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # saves, and requeues on rank 0
             raise SIGTERMException

@@ -8,11 +8,16 @@ _MOST = 4000
 
 def error_text(error: BaseException) -> str:
     """Return the type and the text of an error, see :func:`sendable`."""
+    return sendable(whole_text(error))
+
+
+def whole_text(error: BaseException) -> str:
+    """Return the type and the text of an error."""
     try:
         text = str(error)
     except Exception:
         text = "its text cannot be computed"
-    return sendable(f"{type(error).__name__}: {text}".strip(": "))
+    return f"{type(error).__name__}: {text}".strip(": ")
 
 
 def sendable(text: str) -> str:

@@ -133,6 +133,21 @@ def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+def call_on_daemon(call: Callable[[], Any], name: str) -> Future[Any]:
+    """Begin a call on a new thread that may never end, and return its future."""
+    future: Future[Any] = Future()
+    start_daemon(partial(resolve, future, call), name)
+    return future
+
+
+def resolve(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Set the result or the error of the call, which keeps its frames."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class _JobError(Exception):
     """The traceback of a job as text; the job's error has lost its frames."""
 

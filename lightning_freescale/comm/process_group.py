@@ -70,12 +70,12 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         inner: a group of torch's own backends, which runs all other collectives.
         supports_reconfigure: whether ranks can be replaced. torch reads it since version 2.14.
         interrupted: whether messages of a failed run may be left in the lane.
-        in_its_place: a list of the group that fits use now in the place of this one; empty if none has been shared.
+        current: a list with the group that has replaced this one, or this one; empty if the group is not shared.
     """
 
     supports_reconfigure = False
     interrupted = False
-    in_its_place: Sequence[ProcessGroupFreeScale] = ()
+    current: Sequence[ProcessGroupFreeScale] = ()
 
     def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
         rank, size = backend_opts.group_rank, backend_opts.group_size

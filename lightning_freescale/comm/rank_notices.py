@@ -8,12 +8,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
-import sys
+import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
@@ -27,9 +26,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale._runtime.code_place import place_in_code
-from lightning_freescale._runtime.error_text import error_text, sendable
-from lightning_freescale._runtime.worker import start_daemon
-from lightning_freescale.comm.transports.p2p import HAS_FAILED, GlooP2P, resolve
+from lightning_freescale._runtime.error_text import error_text, sendable, whole_text
+from lightning_freescale._runtime.worker import resolve, start_daemon
+from lightning_freescale.comm.next_rank import NextRank
+from lightning_freescale.comm.waits import HAS_FAILED, MainThread
 
 Point = tuple[int, int]
 """A place in a run where it can stop. All ranks pass the same points in the same order."""
@@ -40,91 +40,74 @@ ANSWER_SECONDS = 3.0
 _AGREE_SECONDS = 0.05
 _TELL_SECONDS = 1.0
 _BLOCKED_SECONDS = 0.25
-_FOREVER = timedelta(days=3650)
-_FAREWELL = 0  # the tag
 _NEVER: Point = (2**62, 0)
-_OF_A_COLLECTIVE = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket Timeout"),
-    *("Application timeout caused pair closure", "gloo/transport", "NCCL", "ncclUnhandled", "has closed its connections"),
+_OF_A_COLLECTIVE = re.compile(
+    "Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo/transport|"
+    "Application timeout caused pair closure|NCCL|ncclUnhandled|has closed its connections"
 )
 _RUNS = count()  # all ranks count the same runs
 
 
 class RankNotices:
-    """A thread that reads and writes notices in the store over a separate connection.
+    """Notices to and from the other ranks, on two daemon threads.
 
-    The main thread waits for the thread, which uses the store, for a few seconds at most: the process that holds the store may
-    be frozen. Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank
-    waits at a point for the others to agree where to stop.
+    The first thread reads and writes the store over its own connection. The main thread waits for it for a few seconds at most,
+    because the process that holds the store may be frozen. The second thread watches the process of the next rank.
 
-    A second thread waits for the farewell of the next rank. Without one, the end of the connection is the end of that process,
-    which the thread reports. If another rank has failed while the main thread is in a call of torch.distributed that does not
-    return, the notices close the other connections of this process to the store: a new process group would wait there for all
-    ranks.
+    If another rank has failed while the main thread waits in torch.distributed, the first thread closes the other connections
+    of this process to the store. Otherwise the creation of a process group would wait there for the failed rank.
+
+    Create an object on the main thread of every rank, and :meth:`close` it. ``timeout`` is how long a rank waits at a point for
+    the others to agree where to stop.
+
+    Attributes:
+        why: why all ranks stop, once they have agreed.
+        failed_with: the type of the error of the rank that failed first; empty if there is none, or if it is unknown.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size, self._process = rank, size, os.getpid()
         self._timeout = timeout.total_seconds()
-        others = {connection.getsockname() for connection in _connections(store)}
-        self._shared_store = store
-        self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", store.clone())
-        self._own = {connection.getsockname() for connection in _connections(store)} - others
-        self._ring = GlooP2P(self._store, rank, size, timeout, list(range(size)))
-        self._main = threading.get_ident()
+        self._main = MainThread(store)
+        self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", self._main.store)
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._stop_requested = self._answered = self._alarmed = self._failed = self._lost = self._hung_up = False
-        self._silent = False  # whether the store did not answer
-        self._pause = (0.0, 0.0)  # the last time for which this process did not run, in seconds, and when it ended
-        self._main_at: Any = None  # the place of the main thread at the last look after another rank failed
-        self._failure = ""  # the rank that failed first, and why
+        self._answered = self._alarmed = self._failed = False
+        self._lost = False  # whether the store has ended with its process, or does not answer
+        self._pause = (0.0, 0.0)  # length of this process's last pause, and when it ended, in seconds of the monotonic clock
+        self._failure, self._readers, self.failed_with = "", 0, ""  # why the first rank failed, and how many ranks read it
         self._wish = ""  # why this rank wants all ranks to stop
         self._lock = threading.Lock()
         self._reached: Point = (-1, 0)
         self._stopping = False  # if True, the main thread passes no point until all ranks agree where to stop
         self._last: Point = _NEVER  # the last point that any rank has passed; all ranks stop at the next one
-        self.why = ""  # why all ranks stop, once they have agreed
+        self.why = ""
         self._agreed = threading.Event()
+        self._next = NextRank(self._store, rank, size, timeout, self._report_end)
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
-        self._watch = start_daemon(self._watch_next, "freescale watch")
-        HAS_FAILED.append(self._has_failed)
+        HAS_FAILED.append(self._another_failed)
         atexit.register(self._exit)  # a thread that waits for a peer while the interpreter exits would crash it
 
-    def close(self) -> None:
-        """Notify the other ranks that this rank passes no further point and may end, and end the threads."""
+    def close(self, *, farewell: bool = True) -> None:
+        """Notify the other ranks that this rank passes no further point and may end, and end the threads.
+
+        Without a farewell, the previous rank reports the end of this process.
+        """
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(self._leave)
-            self._jobs.put(None)
-            thread.join(0.0 if self._silent else ANSWER_SECONDS)  # a store that does not answer blocks the thread
-            if not (self._silent or self._lost):
-                with suppress(RuntimeError):
-                    previous = (self.rank - 1) % self.size
-                    self._ring.send(torch.empty(1), previous, _FAREWELL).wait(timedelta(seconds=_TELL_SECONDS))
-            self._hang_up()
+        if thread is None or os.getpid() != self._process:  # closed already, or a forked process
+            return
+        self._jobs.put(self._leave)
+        self._jobs.put(None)
+        thread.join(_TELL_SECONDS if self._lost else ANSWER_SECONDS)  # a store that does not answer blocks the thread
+        atexit.unregister(self._exit)
+        HAS_FAILED.remove(self._another_failed)
+        self._next.close(farewell and not self._lost)
 
     def _exit(self) -> None:
-        """Close at the end of a program that does not, or if it has failed, end without a farewell."""
-        if os.getpid() != self._process:  # a forked process
-            return
-        if not self._failed:
-            self._jobs.put(partial(self._store.set, f"exited/{self.rank}", ""))
-            self.close()
-            return
-        self._hang_up()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(_TELL_SECONDS)
-
-    def _hang_up(self) -> None:
-        atexit.unregister(self._exit)
-        if not self._hung_up:
-            HAS_FAILED.remove(self._has_failed)
-        self._hung_up = True
-        if self._watch.is_alive():  # not in a forked process
-            self._ring.close_connections()
-            self._watch.join(_TELL_SECONDS)
+        """Close at the end of a program that does not. A rank that has failed sends no farewell."""
+        if os.getpid() == self._process:
+            if not self._failed:
+                self._jobs.put(partial(self._store.set, f"exited/{self.rank}", ""))
+            self.close(farewell=not self._failed)
 
     # -- stop together
 
@@ -133,7 +116,7 @@ class RankNotices:
 
         A signal handler may call this method.
         """
-        self._wish, self._stop_requested = self._wish or why, True
+        self._wish = self._wish or why
         self._jobs.put(self._look)  # SimpleQueue.put is reentrant, unlike that of Queue
 
     def stops_at(self, point: Point) -> bool:
@@ -143,7 +126,7 @@ class RankNotices:
         the most advanced rank, and no further.
         """
         with self._lock:
-            if not (self._stopping or self._stop_requested):
+            if not (self._stopping or self._wish):
                 self._reached = point
                 return False
         return self._agreed.wait(self._timeout) and point > self._last
@@ -183,7 +166,7 @@ class RankNotices:
         Return the added cause. Only the first error counts. The call takes a few seconds at most and raises nothing. An
         attribute ``during`` of the error says what the rank was doing.
         """
-        if self._failed or self._hung_up:
+        if self._failed or self._thread is None:
             return ""
         self._failed, during = True, getattr(error, "during", "")
         if _is_of_a_collective(error):
@@ -193,7 +176,7 @@ class RankNotices:
             return cause
         text = f"rank {self.rank} has failed first{during}: {error_text(error)}"
         with suppress(NotInTime, RuntimeError):
-            self._ask(partial(self._publish, text, self.size), 2 * ANSWER_SECONDS)
+            self._ask(partial(self._publish, text, self.size, type(error).__name__), 2 * ANSWER_SECONDS)
         return ""
 
     def _explain(self, place: str) -> str:
@@ -203,7 +186,7 @@ class RankNotices:
             self._ask(partial(self._answer, place), ANSWER_SECONDS)
             return str(self._ask(partial(self._inquire, place), 3 * ANSWER_SECONDS))
         except NotInTime:
-            self._silent = True
+            self._lost = True
             return self._failure or f"{held} does not answer: its process is frozen"
         except RuntimeError:
             return self._failure or self._own_pause() or f"{held} does not exist any more: its process has ended"
@@ -237,30 +220,30 @@ class RankNotices:
         places = [f"rank {rank} in {self._store.get(f'here/{rank}').decode()}" for rank in answered]
         return self._publish("; ".join([*missing, f"locations of the ranks: {', '.join(places)}"]), len(answered))
 
-    def _publish(self, failure: str, readers: int) -> str:
+    def _publish(self, failure: str, readers: int, kind: str = "") -> str:
         """Publish a failure unless another rank has published one, and return the first one.
 
-        ``readers`` is the number of ranks that read it, this one included.
+        ``readers`` is the number of ranks that read it, this one included. ``kind`` is the type of the error, if there is one.
         """
-        self._announce(failure, readers)
+        self._announce(failure, readers, kind)
         self._read_failure()
         self._wait_until_read()
         return self._failure
 
-    def _announce(self, failure: str, readers: int) -> None:
-        self._store.compare_set("failure", "", json.dumps([failure, readers]))
+    def _announce(self, failure: str, readers: int, kind: str = "") -> None:
+        self._store.compare_set("failure", "", json.dumps([kind, readers, failure]))
         self._store.set("alarm", "1")
 
     def _wait_until_read(self) -> None:
         if self.rank != 0:  # the store may end with the process of rank 0
             return
-        began, ranks = time.monotonic(), json.loads(self._store.get("failure"))[1]
-        while self._store.add("heard", 0) < ranks and time.monotonic() - began < ANSWER_SECONDS:
+        began = time.monotonic()
+        while self._store.add("heard", 0) < self._readers and time.monotonic() - began < ANSWER_SECONDS:
             time.sleep(_AGREE_SECONDS)
 
     def _read_failure(self) -> None:
         if not self._failure and self._store.check(["failure"]):
-            self._failure = json.loads(self._store.get("failure"))[0]
+            self.failed_with, self._readers, self._failure = json.loads(self._store.get("failure"))
             self._store.add("heard", 1)
             self._agreed.set()  # a failed rank never agrees where to stop
 
@@ -268,32 +251,13 @@ class RankNotices:
         self._answered = True
         self._store.set(f"here/{self.rank}", sendable(place))
 
-    # -- the end of a process
+    def _report_end(self, rank: int) -> None:
+        with suppress(RuntimeError):  # the store has ended with that process
+            self._announce(f"rank {rank} has ended: it was killed, or exited without an error", self.size - 1)
+        self._jobs.put(self._look)
 
-    def _watch_next(self) -> None:
-        following = (self.rank + 1) % self.size
-        try:
-            self._ring.receive(torch.empty(1), following, _FAREWELL).wait(_FOREVER)
-        except RuntimeError:
-            if not self._hung_up:
-                with suppress(RuntimeError):  # the store has ended with that process
-                    self._announce(f"rank {following} has ended: it was killed, or exited without an error", self.size - 1)
-                self._jobs.put(self._look)
-
-    def _has_failed(self) -> bool:
-        return not self._failed and (self._failure != "" or self._lost)
-
-    def _end_wait(self) -> None:
-        """End a wait of the main thread in the store, if it has not left torch.distributed since the last call."""
-        frame = sys._current_frames().get(self._main)
-        inside = frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed.")
-        place = (id(frame), frame.f_lasti) if frame is not None and inside else None
-        if place is not None and place == self._main_at:
-            for connection in _connections(self._shared_store):
-                if connection.getsockname() not in self._own:
-                    with suppress(OSError):  # it has ended meanwhile
-                        connection.shutdown(socket.SHUT_RDWR)
-        self._main_at = place
+    def _another_failed(self) -> bool:
+        return not self._failed and bool(self._failure or self._lost)
 
     # -- the thread
 
@@ -306,8 +270,7 @@ class RankNotices:
 
     def _work(self) -> None:
         while True:
-            began, agrees = time.monotonic(), self._stopping and not self._agreed.is_set()
-            wait = _AGREE_SECONDS if agrees else _BLOCKED_SECONDS if self._failure and not self._failed else POLL_SECONDS
+            began, wait = time.monotonic(), self._interval()
             try:
                 job = self._jobs.get(timeout=wait)
             except Empty:
@@ -321,20 +284,25 @@ class RankNotices:
             except RuntimeError:  # the store has ended with its process; other calls report that
                 self._lost = True
 
+    def _interval(self) -> float:
+        """Return the seconds until the next look."""
+        if self._stopping and not self._agreed.is_set():
+            return _AGREE_SECONDS
+        return _BLOCKED_SECONDS if self._another_failed() else POLL_SECONDS
+
     def _look(self) -> None:
         if self._lost:
             return
-        self._alarmed = self._alarmed or self._stop_requested or self._store.check(["alarm"])
+        self._alarmed = self._alarmed or bool(self._wish) or self._store.check(["alarm"])
         if not self._alarmed:
             return
-        if not self._agreed.is_set() and (self._stop_requested or self._stopping or self._store.check(["stop"])):
+        if not self._agreed.is_set() and (self._wish or self._stopping or self._store.check(["stop"])):
             self._agree()
         self._read_failure()
-        if self._failure and not self._failed:
-            self._end_wait()
+        if self._another_failed():
+            self._main.end_wait()
         if not self._answered and self._store.check(["report"]):
-            frame = sys._current_frames().get(self._main)
-            self._answer(place_in_code(traceback.extract_stack(frame)))
+            self._answer(place_in_code(traceback.extract_stack(self._main.frame)))
 
 
 def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
@@ -342,11 +310,11 @@ def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     barrier = partial(dist.barrier, device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-    barrier()  # gloo, while it connects, does not notice that a rank has ended
+    barrier()  # while gloo connects, it does not notice that a rank has ended: connect only when all ranks are here
     store = dist.distributed_c10d._get_default_store()
     notices = RankNotices(store, dist.get_rank(), dist.get_world_size(), timeout or dist.default_pg_timeout)
     try:
-        barrier()  # no rank can fail before all can learn why
+        barrier()  # no rank goes on, and can fail, before every rank receives notices
     except RuntimeError as error:
         notices.tell_or_explain(error)
         notices.close()
@@ -354,29 +322,11 @@ def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:
     return notices
 
 
-def _connections(store: dist.Store) -> Iterator[socket.socket]:
-    """Yield the connections of this process to the store. torch has no other way to end a wait in the store."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore) or not os.path.isdir("/dev/fd"):
-        return
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # of other files, and of sockets without a connection
-            blocking = os.get_blocking(int(name))
-            connection = socket.socket(fileno=int(name))
-            os.set_blocking(int(name), blocking)  # socket.setdefaulttimeout makes new sockets non-blocking
-            try:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == store.port:
-                    yield connection
-            finally:
-                connection.detach()
-
-
 def _is_of_a_collective(error: BaseException | None) -> bool:
     """Return True if the error, or one of its causes, is that of a collective with another rank that ended or is late."""
     while error is not None:
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(words in error_text(error) for words in _OF_A_COLLECTIVE)
+            isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(whole_text(error))
         ):
             return True
         error = error.__cause__

@@ -1,4 +1,7 @@
-"""One process group for all tables of a process, so that the number of open connections does not depend on that of models."""
+"""One process group for the tables of all models of a process.
+
+The number of connections does not grow with the number of models.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,16 @@ def shared_lane(options: ProcessGroupFreeScaleOptions, timeout: timedelta) -> Pr
         return shared[0]
     made = cast("ProcessGroupFreeScale", dist.new_group(backend=BACKEND, timeout=timeout, pg_options=options))
     earlier, shared[:] = [*shared], [made]
-    made.in_its_place = shared  # one list for all: a chain would keep the connections of all groups as long as the first
+    # all successive groups share this list: if each referred to the next one, the first would keep all later groups alive
+    made.current = shared
     for lane in earlier:
         discard_group(lane)
     return made
 
 
 def current_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group that fits use now in the place of ``group``."""
-    return group.in_its_place[0] if isinstance(group, ProcessGroupFreeScale) and group.in_its_place else group
+    """Return the group that has replaced ``group``, or ``group`` itself."""
+    return group.current[0] if isinstance(group, ProcessGroupFreeScale) and group.current else group
 
 
 def distrust_lanes() -> None:

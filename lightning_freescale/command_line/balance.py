@@ -20,6 +20,7 @@ from lightning_freescale.balance import BalancedSampler, Budget, CostModel
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.forecast import counts_allowed, fewer_than_asked
 from lightning_freescale.balance.simulate import KINDS, Forecast, describe_lengths, forecast, format_table, read_lengths
+from lightning_freescale.profiling.reporting.document import read
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -125,11 +126,7 @@ def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    try:
-        document = json.loads(options.report.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{options.report} is not valid JSON: {error}. Pass a complete report.json.") from error
-    found = fit_report(document)
+    found = fit_report(read(options.report))
     fit, numbers = found.fit, asdict(found.fit.model)
     print(
         f"{options.report.name}: {found.steps} steps of {found.ranks} ranks; median error of the fit {fit.residual:.1%}; "

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.simulate import KINDS, describe_lengths, read_lengths
 from lightning_freescale.command_line.balance import numbers_of_ranks, whole_number
+from lightning_freescale.profiling.reporting.document import read
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
 from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks
 from lightning_freescale.simulator.page import write_page
@@ -82,10 +83,7 @@ def _load(options: argparse.Namespace, lengths: NDArray[np.float64]) -> Training
 
 def _measured_load(options: argparse.Namespace, others: dict[str, Any]) -> TrainingLoad:
     """Return the load of a profiled run, with compute from a fit to its steps."""
-    try:
-        document = json.loads(options.report.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{options.report} is not valid JSON ({error}). Pass the report.json of a profiled run") from error
+    document = read(options.report)
     fit = fit_report(document).fit
     name, off = options.report.name, fit.residual
 

@@ -284,7 +284,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
                 sharding.adopt(optimizer)
                 with speaking_of_fabric():
                     groups = ParameterGroups(optimizer, sharding)
-            tables = shard_tables(sharding, groups, lane_of_tables(self, self.root_device), self)
+            tables = shard_tables(sharding, groups, lane_of_tables(self), self)
         self.tables, self._module = tables, module
         module.to(self.root_device)
         wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self.ddp_options)

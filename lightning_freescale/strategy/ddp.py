@@ -78,7 +78,9 @@ class TrainerDDP(DDPBase):
             why = f"rank {self.global_rank} received SIGTERM" if notices is None else notices.why
             return with_reason(error, f"{why}: all ranks stop here")
         cause = "" if notices is None else notices.tell_or_explain(error)
-        return with_reason(SIGTERMException(), cause) if SIGTERMException.__name__ in cause else error
+        if cause and notices is not None and notices.failed_with == SIGTERMException.__name__:
+            return with_reason(SIGTERMException(), cause)
+        return error
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -91,7 +93,10 @@ class TrainerDDP(DDPBase):
 
     @contextmanager
     def reporting(self, during: str) -> Generator[None, None, None]:
-        """Describe an error in the block as one ``during`` an activity, and report it also outside of a run. Collective."""
+        """Report an error in the block to the other ranks, also outside of a run. Collective.
+
+        ``during`` says what this rank was doing.
+        """
         notices = None if self._notices is not None else notices_of_ranks(self.group_timeout)
         try:
             yield

@@ -124,7 +124,7 @@ def _shard(
     from lightning_freescale.embeddings.shards import ShardedTables
 
     earlier, groups = ShardedTables.from_collections(found), None
-    lane = lane_of_tables(strategy, strategy.root_device)
+    lane = lane_of_tables(strategy)
     usable = earlier is not None and earlier.device == strategy.root_device and (earlier.torchrec_group is lane or not plain)
     if earlier is not None and usable and not fitting:
         return earlier

@@ -84,8 +84,9 @@ class JointClipping:
     @contextmanager
     def checking_torch(self) -> Iterator[None]:
         """Raise an error in the context if torch's functions would have clipped tables of the unsharded module."""
-        for function in _TORCHS if not _checks else ():
-            _patches.enter_context(_checked(function))
+        if not _checks:
+            for function in _TORCHS:
+                _patches.enter_context(_checked(function))
         _checks.append(check := WeakMethod(self._refuse_without_tables))
         try:
             yield

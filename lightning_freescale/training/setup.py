@@ -60,6 +60,10 @@ class TableStrategy:
         def num_processes(self) -> int:
             """The number of ranks on this node."""
 
+        @property
+        def root_device(self) -> torch.device:
+            """The device of this rank."""
+
     def set_options(
         self,
         plan: Any,
@@ -101,7 +105,7 @@ class TableStrategy:
     ) -> None:
         """Raise a ValueError for options of the exchange that are not allowed or have no effect."""
         given = {f"hot_rows={hot_rows!r}": hot_rows != "auto", f"wire={wire!r}": wire != "float32"}
-        given[f"rerank_every_n_steps={every_n_steps!r}"] = every_n_steps != 200
+        given[rerank := f"rerank_every_n_steps={every_n_steps!r}"] = every_n_steps != 200
         for text in (text for text, is_given in given.items() if is_given and self.by_torchrec):
             raise ValueError(
                 f"FreeScaleStrategy({text}, overlap='torchrec'): TorchRec's exchange does not have the first option, so it has "
@@ -109,7 +113,7 @@ class TableStrategy:
             )
         if hot_rows == 0 and every_n_steps != 200:
             raise ValueError(
-                f"FreeScaleStrategy(hot_rows=0, rerank_every_n_steps={every_n_steps!r}): no rows are hot, so the second option "
+                f"FreeScaleStrategy(hot_rows=0, {rerank}): no rows are hot, so the second option "
                 "has no effect. Remove one of the two options"
             )
         if any(given.values()):
@@ -281,14 +285,14 @@ def shard_tables(
     return sharding.shard(group=lane, local_world_size=strategy.num_processes, plan=strategy.plan, optimizers=optimizers)
 
 
-def lane_of_tables(strategy: TableStrategy, device: torch.device) -> ProcessGroupFreeScale:
+def lane_of_tables(strategy: TableStrategy) -> ProcessGroupFreeScale:
     """Return the process group of TorchRec's own exchanges. The default group stays as Lightning made it. Collective.
 
     A model needs it after its fit, too: for lookups, and to be saved.
     """
     # no compute overlaps these exchanges, and NCCL is the fastest transport then. The other transports are for the overlapped
     # exchange, whose collections have process groups of their own
-    transport = "native" if strategy.transport == "auto" and device.type == "cuda" else strategy.transport
+    transport = "native" if strategy.transport == "auto" and strategy.root_device.type == "cuda" else strategy.transport
     return shared_lane(LazyGlooOptions(transport, name="embedding", priority=1), strategy.group_timeout)
 
 

@@ -15,6 +15,8 @@ from lightning_freescale.balance import calibration as calibration_module
 from lightning_freescale.balance.calibration import Calibration, fit_report
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.command_line.balance import run
+from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
+from tests.helpers import reports
 
 LENGTHS = np.random.RandomState(0).lognormal(4.5, 0.9, 6000).clip(5, 800).round()
 UNIQUE = (LENGTHS * np.random.RandomState(1).uniform(0.3, 1.0, 6000)).round()
@@ -150,11 +152,12 @@ def test_samples_that_cost_nothing_are_not_measured_for_ever() -> None:
 
 def _document(**changes: Any) -> dict[str, Any]:
     sums, seconds = _run(40, 2, CostModel(), TRUE)
-    breakdown = np.zeros((40, 2, 3))
-    breakdown[..., :3] = seconds[..., None] * [0.5, 0.3, 0.2]
-    series = {"columns": ["forward", "backward", "optimizer"], "breakdown_s": breakdown.tolist(), "features": sums.tolist()}
-    document = {"format": "lightning_freescale.bubble_report", "summary": {"predicted_imbalance": 1.25}, "series": series}
-    return {**document, "series": {**series, **changes}}
+    shares = {"forward": 0.5, "backward": 0.3, "optimizer": 0.2}
+    parts = [[reports.step(each, **{name: share * each for name, share in shares.items()}) for each in row] for row in seconds]
+    made = json.loads(json.dumps(reports.report_of(np.array(parts)).document()))
+    made["summary"]["predicted_imbalance"] = 1.25
+    made["series"] |= {"features": sums.tolist(), **changes}
+    return made
 
 
 def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +183,7 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("[]", "None"),
         (_document(features=None), "lengths"),
         (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "lengths"),
-        (_document(breakdown_s=np.zeros((40, 2, 3)).tolist()), "0 steps of 2 ranks"),
+        (_document(breakdown_s=np.zeros((40, 2, len(PART_NAMES))).tolist()), "0 steps of 2 ranks"),
     ],
 )
 def test_reports_that_cannot_be_fitted(document: Any, facts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

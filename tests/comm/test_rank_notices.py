@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,8 +16,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale._lightning.stop_points import SIGTERMException
+from lightning_freescale.comm import waits
 from lightning_freescale.comm.rank_notices import notices_of_ranks
-from lightning_freescale.comm.transports import p2p as p2p_module
+from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.testing import _reserved_port, run_distributed
 
 TIMEOUT = timedelta(seconds=20)
@@ -33,7 +38,8 @@ def _notices_over(kind: str, folder: Path) -> tuple[bool, str]:
     notices = notices_of_ranks(TIMEOUT)
     assert notices is not None
     try:
-        error = ValueError("too little") if rank else RuntimeError("Connection closed by peer")
+        long = "long " * 1000
+        error = ValueError("too little") if rank else RuntimeError(f"{long}Connection closed by peer {long}")
         cause = notices.tell_or_explain(error)
     finally:
         notices.close()
@@ -48,12 +54,67 @@ def test_other_stores_and_default_timeouts_of_sockets(kind: str, tmp_path: Path)
     assert second == (True, "")
 
 
+def _ended_by(error: BaseException) -> str:
+    """Return the type of the exception that ends rank 0 after rank 1 has failed with ``error``."""
+    strategy = FreeScaleStrategy()
+    strategy._notices = notices = notices_of_ranks(TIMEOUT)
+    assert notices is not None
+    ended = strategy.ended_by(error if dist.get_rank() else RuntimeError("Connection closed by peer"))
+    notices.close()
+    return type(ended).__name__
+
+
+def test_only_a_sigterm_on_another_rank_ends_a_rank_as_a_sigterm() -> None:
+    errors = (KeyError("a text with the word SIGTERMException"), SIGTERMException())
+    ended = run_distributed(lambda: [_ended_by(error) for error in errors], 2)
+    assert ended == [["RuntimeError", "SIGTERMException"], ["KeyError", "SIGTERMException"]]
+
+
+def _sockets() -> int:
+    """The number of open sockets of this process."""
+    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(name) and os.readlink(name).startswith("socket:") for name in names)
+
+
+def _close_one_after_another() -> int:
+    """Return how many sockets of the notices are open after rank 1 has closed them, when rank 0 has done so before."""
+    sockets, notices = _sockets(), notices_of_ranks(TIMEOUT)
+    assert notices is not None
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    notices.close()
+    return _sockets() - sockets
+
+
+def test_close_leaves_no_connection_to_a_rank_that_has_closed_before() -> None:
+    _, left = run_distributed(_close_one_after_another, 2)
+    assert left == 1, "that to the store, until the notices are deleted"
+
+
+def _fork_and_close() -> str:
+    """Rank 1 forks a process that closes the inherited notices, and is then killed. Return what rank 0 hears of it."""
+    notices = notices_of_ranks(TIMEOUT)
+    assert notices is not None
+    if dist.get_rank() == 1:
+        if (child := os.fork()) == 0:
+            notices.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2.0)
+    return notices.tell_or_explain(RuntimeError("Connection closed by peer"))
+
+
+def test_a_forked_process_sends_no_farewell(survivors: Callable[..., dict[int, str]]) -> None:
+    assert survivors(_fork_and_close, 2) == {0: "rank 1 has ended: it was killed, or exited without an error"}
+
+
 def _connect_in_vain() -> tuple[str, float]:
     """Connect to a rank that never comes, until a function says that it has failed."""
     began = time.monotonic()
-    p2p_module.HAS_FAILED.append(lambda: time.monotonic() > began + 0.5)
+    waits.HAS_FAILED.append(lambda: time.monotonic() > began + 0.5)
     with pytest.raises(dist.DistBackendError) as failure:
-        p2p_module.GlooP2P(dist.HashStore(), 0, 2, timedelta(seconds=100), [0, 1])
+        GlooP2P(dist.HashStore(), 0, 2, timedelta(seconds=100), [0, 1])
     return str(failure.value), time.monotonic() - began
 
 
@@ -73,7 +134,7 @@ dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], ra
 notices = notices_of_ranks(timedelta(seconds=20))
 if rank == 0:
     time.sleep(3)
-    print("failure:", notices._failure, notices._has_failed())
+    print("failure:", notices._failure, notices._another_failed())
     print(notices.tell_or_explain(RuntimeError("Connection closed by peer")))
 """
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
-from lightning_freescale.comm.transports.p2p import until_another_fails
 from lightning_freescale.comm.transports.selection import all_gather_json
+from lightning_freescale.comm.waits import until_another_fails
 
 # User tags become even numbers above those of headers and exchanges, which use the same connections. Chunks have odd tags.
 _FIRST_TAG = 2**30 + 4

@@ -4,56 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale._runtime.worker import start_daemon
+from lightning_freescale._runtime.worker import call_on_daemon
+from lightning_freescale.comm.waits import until_another_fails
 
 ANSWER_SECONDS = 2.0
 """The longest time that the store may take for an immediate answer."""
 _FAILURE_KEY = "failure"
 _UNUSED_TAG = 2**31 - 2
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
-_POLL_SECONDS = 0.2
-T = TypeVar("T")
-HAS_FAILED: list[Callable[[], bool]] = []
-"""Functions that return True if another rank has failed."""
-
-
-def until_another_fails(create: Callable[[], T]) -> T:
-    """Return ``create()``, or raise an error as soon as another rank fails. Collective.
-
-    Nothing ends a wait of gloo while it connects. The call therefore runs on another thread, which the error leaves behind.
-
-    Raises:
-        DistBackendError: one of the functions in ``HAS_FAILED`` returns True.
-    """
-    if not HAS_FAILED:
-        return create()
-    created: Future[T] = Future()
-    start_daemon(partial(resolve, created, create), "freescale connect")
-    while True:
-        try:
-            return created.result(_POLL_SECONDS)
-        except NotInTime:
-            if any(has_failed() for has_failed in HAS_FAILED):
-                raise dist.DistBackendError("another rank has failed while this rank created a process group") from None
-
-
-def resolve(future: Future[Any], call: Callable[[], Any]) -> None:
-    """Set the result or the error of the call."""
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 class _Unprofiled:
@@ -192,20 +160,13 @@ class GlooP2P:
         """
         if self._store_is_silent:
             return None
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            found = None
-            with suppress(RuntimeError):  # the store may have ended with its process
-                found = call(self._store)
-            answer.set_result(found)
-
-        start_daemon(run, "freescale store")
-        try:
-            return answer.result(wait + ANSWER_SECONDS)
-        except NotInTime:
-            self._store_is_silent = True
-            return None
+        answer = call_on_daemon(partial(call, self._store), "freescale store")
+        with suppress(RuntimeError):  # the store may have ended with its process
+            try:
+                return answer.result(wait + ANSWER_SECONDS)
+            except NotInTime:
+                self._store_is_silent = True
+        return None
 
     def _why_closed_before(self, peer: int) -> str:
         """Return why the connection was closed before the timeout closed all connections; empty if it was open."""
