@@ -21,7 +21,7 @@ def whole_text(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return a text in one line that can be encoded. A long text has only its beginning and its end."""
+    """Return the text as one line of valid UTF-8, without the middle of a long text."""
     if len(text) > _MOST:
         text = f"{text[: _MOST // 2]} ... {len(text) - _MOST} characters ... {text[-_MOST // 2 :]}"
     text = text.encode(errors="backslashreplace").decode()

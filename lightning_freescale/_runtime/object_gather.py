@@ -43,7 +43,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def together(do: Callable[[], Any] | None, what: str, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the results of ``do`` on all ranks, None for a rank without it. If it fails on one rank, all ranks raise.
 
-    Collective on ``group``; None is this rank alone.
+    Collective on ``group``; None is this rank alone. The results are JSON values.
 
     Raises:
         RuntimeError: the text is ``what``, followed by the failed ranks and their errors.
@@ -54,7 +54,7 @@ def together(do: Callable[[], Any] | None, what: str, group: dist.ProcessGroup |
     except Exception as raised:
         error = raised
     mine = done, error and error_text(error)
-    found = [mine] if group is None else gather_objects(mine, group)
+    found = [mine] if group is None else [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), group)]
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
     if failed:
         raise RuntimeError(f"{what}: {'; '.join(failed)}") from error

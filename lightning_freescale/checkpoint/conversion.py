@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryFile
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_freescale._runtime.error_text import error_text
-from lightning_freescale._runtime.object_gather import gather_objects
+from lightning_freescale._runtime.object_gather import gather_objects, together
 from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
 from lightning_freescale.checkpoint.held_files import WHOLE
 from lightning_freescale.checkpoint.remote_files import Location, files_of
@@ -61,15 +62,16 @@ class Opened:
         return single_file.read(self.file, weights_only)
 
 
-def opened(path: Location, *, together: bool) -> Opened:
+def opened(path: Any, *, together: bool) -> Opened:
     """Open a checkpoint, and check by its checksums that it is complete.
 
-    If ``together``, the ranks open the same contents, and each checks a share. Collective then, and all ranks raise.
+    If ``together``, the call is collective: all ranks open the same contents, each checks a share, and all raise.
 
     Raises:
         ValueError: it is damaged or incomplete.
         OSError: it does not exist, or a rank cannot read it.
     """
+    path = remote_files.located(path)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if together and dist.is_initialized() else (1, 0)
     for attempt in range(_ATTEMPTS):
         checkpoint = _tried(lambda: Opened(path))
@@ -115,12 +117,13 @@ def _tried(do: Callable[[], T]) -> T | str:
         return f"{_UNREADABLE}{error_text(error)}{advice}"
 
 
-def newest_other_checkpoint(path: Location) -> Opened | None:
+def newest_other_checkpoint(path: Any) -> Opened | None:
     """Open the newest other complete checkpoint in the folder of ``path``; return None if there is none. Collective."""
-    others = [str(other) for other in remote_files.others_beside(path)]
-    for other in gather_objects(others)[0] if dist.is_initialized() else others:
+    group = dist.group.WORLD  # None in a process without other ranks
+    find = partial(remote_files.others_beside, path) if group is None or group.rank() == 0 else None
+    for other in together(find, f"the other checkpoints beside {path} could not be listed", group)[0]:
         with suppress(ValueError, OSError):
-            return opened(remote_files.located(other), together=True)
+            return opened(other, together=True)
     return None
 
 
@@ -145,7 +148,7 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
     return found
 
 
-def read_checkpoint(path: Location, weights_only: bool = True) -> dict[str, Any]:
+def read_checkpoint(path: Any, weights_only: bool = True) -> dict[str, Any]:
     """Check and read a checkpoint, a file or a folder; large tensors are read when they are used.
 
     Raises:
@@ -197,7 +200,7 @@ def open_checkpoint(path: str | Path, weights_only: bool = True) -> IO[bytes]:
         ValueError: it is damaged, incomplete or not a checkpoint, or ``weights_only`` is set and it contains other objects.
         OSError: it does not exist.
     """
-    checkpoint = opened(remote_files.located(path), together=False)
+    checkpoint = opened(path, together=False)
     if not checkpoint.is_folder:
         return open(checkpoint.file, "rb")
     file: Any = TemporaryFile()  # noqa: SIM115 (the caller closes it)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that is read. They stay readable and the same while another job replaces the checkpoint.
+"""Open files of a checkpoint. Reads stay consistent while another job replaces the checkpoint.
 
 On NFS, this does not hold if the other job runs on another host: reading may then end with 'Stale file handle'.
 """
@@ -29,7 +29,7 @@ _ATTEMPTS = 20
 class HeldFiles(FileSystem):
     """The open files of a checkpoint, by name. They are closed when nothing refers to this object.
 
-    ``held / name`` is a path of a file, valid in this process. It leads to no file if the folder has none with this name.
+    ``held / name`` is a path of a file, valid in this process. If the folder has no such file, the path does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class HeldFiles(FileSystem):
             self._open[name] = os.open(place, os.O_RDONLY, dir_fd=self._open[WHOLE])
 
     def listed(self) -> tuple[str, list[str]]:
-        """Return the subfolder and the names of the files that the manifest lists; nothing if the manifest is damaged."""
+        """Return the subfolder and file names of the manifest; empty values if the manifest is missing or damaged."""
         with suppress(ValueError, LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError):
             content = json.loads((self / MANIFEST).read_bytes())
             return content.get("folder", ""), [*content["files"]]

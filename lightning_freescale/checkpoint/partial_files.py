@@ -1,7 +1,6 @@
-"""Files and folders beside a checkpoint that replace it as a whole after they are complete.
+"""Temporary files and folders beside a checkpoint, which replace it when they are complete.
 
-Their names are unique, so jobs that write the same checkpoint do not write into files of each other. The process that writes
-them holds a lock on them. So a later save recognises and removes those of processes that have ended.
+Each save uses a unique name and holds a lock on it. A later save removes those without a lock, because their process has ended.
 """
 
 from __future__ import annotations
@@ -14,16 +13,19 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from typing_extensions import override
+
 _PREFIX, _SUFFIX = ".freescale-", ".part"
 _UNKNOWN = "00000000"
-_ABANDONED_S = 24 * 3600
-"""The age of partial files of another machine that are removed, because file systems may not share locks between machines."""
+ABANDONED_S = 24 * 3600
+"""Partial files of another machine are removed at this age, in seconds. Machines may not share locks."""
 _NEW_S = 60
-"""The age of files without a lock that are removed. A file of a process that runs has a lock after a moment."""
+"""Files ``.new`` are removed at this age, in seconds. A running process locks and renames its file at once."""
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _ATTEMPTS = 20
@@ -49,27 +51,30 @@ class SummedFile:
         return getattr(self._file, name)
 
 
-@contextmanager
-def written(path: Path) -> Iterator[SummedFile]:
-    """Yield a new file that is on the disk when the context ends without an error."""
-    with open(path, "wb") as file:
-        yield SummedFile(file)
-        file.flush()
-        os.fsync(file.fileno())
+class SyncedFile(BufferedWriter):
+    """A new file. Its contents are on the disk after it is flushed or closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(FileIO(path, "w"))
+
+    @override
+    def flush(self) -> None:
+        super().flush()
+        os.fsync(self.fileno())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[SummedFile]:
+def replacing(path: Path) -> Iterator[SyncedFile]:
     """Yield a file beside ``path`` that replaces ``path`` if the context ends without an error."""
     with naming(path), claimed(path) as beside:
-        with written(beside) as file:
+        with SyncedFile(beside) as file:
             yield file
         replace_path(beside, path)
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Name ``path`` in an OSError of a write. Raise the first error if torch's zip writer has raised another one after it."""
+    """Add ``path`` to an OSError without a file name. If torch's zip writer replaced an error, raise the original one."""
     try:
         yield
     except BaseException as raised:
@@ -111,7 +116,7 @@ def folder_of(beside: Path) -> Path:
 
 
 def _machine() -> str:
-    """Return a name for this machine since it was started; processes with the same name share all locks."""
+    """Return the start of this machine's boot ID. Processes with the same ID see each other's locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -136,7 +141,7 @@ def _remove_abandoned(mine: Path) -> None:
 
 
 def _remove_both(beside: Path) -> None:
-    """Remove the folder, and then the file, without which a later save would not find the rest of the folder."""
+    """Remove the folder, then the file. The file stays if the folder does, so that a later save finds the folder."""
     _remove(folder_of(beside))
     if not folder_of(beside).exists():
         _remove(beside)
@@ -149,11 +154,13 @@ def _is_abandoned(beside: Path, mine: Path) -> bool:
         return True
     entries = beside, folder_of(beside), *folder_of(beside).glob("*")
     changed = max(entry.lstat().st_mtime for entry in entries if entry.exists())
-    return mine.stat().st_mtime - changed > _ABANDONED_S  # both are times of the file system's clock
+    return mine.stat().st_mtime - changed > ABANDONED_S  # both are times of the file system's clock
 
 
 def replace_path(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``, then remove the earlier file or folder at ``path``."""
+    if new.is_dir():
+        _sync_folder(new)  # the names of its files
     earlier = []
     for attempt in range(_ATTEMPTS):  # another job may create or remove ``path`` at any moment
         if _renamed(new, path):

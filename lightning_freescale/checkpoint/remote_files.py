@@ -24,9 +24,6 @@ from typing_extensions import override
 from lightning_freescale.checkpoint import partial_files
 from lightning_freescale.checkpoint.held_files import MANIFEST, WHOLE, HeldFiles, close
 
-_ABANDONED_S = 24 * 3600
-"""The age of a subfolder without a manifest that is removed. No lock tells whether its job still writes."""
-
 _NEW = re.compile("[0-9a-f]{16}")
 
 Location = Path | str
@@ -77,16 +74,25 @@ def files_of(path: Location) -> HeldFiles:
     return HeldFiles(path) if isinstance(path, Path) else _CopiedFiles(path)
 
 
-def others_beside(path: Location) -> list[Location]:
+def others_beside(path: Any) -> list[str]:
     """Return the other paths in the same folder that end with ``.ckpt``, the newest first."""
-    if isinstance(path, Path):
-        found: list[Location] = [each for each in path.parent.glob("*.ckpt") if each != path and each.name[0] != "."]
-        return sorted(found, key=_written_at, reverse=True)
-    folder, _, own = path.rpartition("/")
+    path = located(path)
+    folder, own = (path.parent, path.name) if isinstance(path, Path) else path.rpartition("/")[::2]
+    found = [within(folder, name) for name in names_in(folder) - {own} if name.endswith(".ckpt") and name[0] != "."]
+    return [str(each) for each in sorted(found, key=_written_at, reverse=True)]
+
+
+def names_in(folder: Location) -> set[str]:
+    """Return the names of the files and folders in a folder."""
+    if isinstance(folder, Path):
+        return {each.name for each in folder.glob("*")}
     system, place = _found(folder)
-    names = {name.rstrip("/").rpartition("/")[2] for name in system.ls(place, detail=False)} - {own}
-    found = [f"{folder}/{name}" for name in names if name.endswith(".ckpt") and name[0] != "."]
-    return sorted(found, key=_written_at, reverse=True)
+    return {name.rstrip("/").rpartition("/")[2] for name in system.ls(place, detail=False)}
+
+
+def within(folder: Location, name: str) -> Location:
+    """Return the path of a file in a folder."""
+    return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
 
 
 def _written_at(path: Location) -> float:
@@ -126,14 +132,10 @@ def _names(address: str, subfolder: str) -> bool:
         return False
 
 
-def staging(place: Location) -> AbstractContextManager[Path]:
-    """Return a context whose value is the local folder in which this rank writes the files for ``place``."""
-    return nullcontext(place) if isinstance(place, Path) else _temporary()
-
-
 @contextmanager
-def _temporary() -> Iterator[Path]:
-    with TemporaryDirectory() as folder:
+def staging(place: Location) -> Iterator[Path]:
+    """Yield the local folder in which this rank writes the files for ``place``."""
+    with nullcontext(place) if isinstance(place, Path) else TemporaryDirectory() as folder:
         yield Path(folder)
 
 
@@ -146,11 +148,6 @@ def _temporary_file() -> Iterator[Any]:
         raise OSError(f"a temporary file cannot be created ({error}). {advice}") from error
     with created as file:
         yield file
-
-
-def exists_in(place: Location, name: str) -> bool:
-    """Return whether this rank sees a file at ``place``."""
-    return exists(place / name if isinstance(place, Path) else f"{place}/{name}")
 
 
 def send(stage: Path, names: Any, place: Location) -> None:
@@ -170,16 +167,15 @@ def publish(stage: Path, place: Location, folder: Location) -> None:
     _send(stage / MANIFEST, f"{folder}/{MANIFEST}")
     with suppress(Exception):  # the checkpoint is complete, and another job may remove the same files
         system, root = _found(str(folder))
-        for found in system.ls(root, detail=False):
-            name = found.rstrip("/").rpartition("/")[2]
+        for name in names_in(str(folder)):
             if name == earlier or (_NEW.fullmatch(name) and _is_abandoned(system, root, name)):
                 system.rm(f"{root}/{name}", recursive=True)
 
 
 def _is_abandoned(system: Any, root: str, name: str) -> bool:
-    """Return True if no process has written in a subfolder for a day before the manifest was written."""
+    """Return True if all files of a subfolder are a day older than the manifest. Remote files have no locks."""
     changed = [system.modified(file) for file in system.find(f"{root}/{name}")]
-    return bool(changed) and (system.modified(f"{root}/{MANIFEST}") - max(changed)).total_seconds() > _ABANDONED_S
+    return bool(changed) and (system.modified(f"{root}/{MANIFEST}") - max(changed)).total_seconds() > partial_files.ABANDONED_S
 
 
 def _other_kind(address: str, there: str, new: str) -> OSError:

@@ -69,9 +69,9 @@ def restore_accumulated(
 
 @contextmanager
 def refusing_another_optimizer(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Raise a ValueError if the block, which loads state dicts, removes options of the optimizers from their groups.
+    """Raise a ValueError if loading in the block removes options from the optimizers' groups.
 
-    torch replaces the options by those of any other optimizer, and would raise a KeyError in the next step.
+    torch's ``load_state_dict`` accepts the groups of another optimizer, and the next step would raise a KeyError.
     """
     options = [[[name for name in each.defaults if name in group] for group in each.param_groups] for each in optimizers]
     yield

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -77,9 +77,8 @@ def write(
     disk. All ranks must share the file system. If a rank cannot write, all ranks raise a RuntimeError.
     """
     rank, what = 0 if group is None else group.rank(), f"the checkpoint {folder} could not be written"
-    sums: dict[str, dict[str, int]] = {}  # of the files that this rank has written
+    stage: Path  # the folder in which this rank writes
 
-    @partial_files.naming(folder)
     def begin() -> str:
         if isinstance(folder, str):
             return held.enter_context(remote_files.new_folder(folder))
@@ -87,36 +86,33 @@ def write(
         beside.mkdir()
         return str(beside)
 
-    @partial_files.naming(folder)
-    def write_meta() -> None:
-        marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
-        with partial_files.written(stage / _META) as file:
-            torch.save(marked, file)
-        sums[_META] = file.sums()
+    def prepare() -> dict[str, Any]:
+        nonlocal stage
+        stage = held.enter_context(remote_files.staging(place))
+        sums = {_META: _write_meta(checkpoint, stage / _META)} if rank == 0 else {}
         remote_files.send(stage, sums, place)
+        return sums
 
     def look() -> None:
-        if not remote_files.exists_in(place, _META):
+        if not remote_files.exists(remote_files.within(place, _META)):
             raise FileNotFoundError(
                 f"this rank cannot see the folder {place}, which rank 0 has created. A sharded checkpoint needs a file system "
                 "that all ranks share. Without one, use FreeScaleStrategy(checkpoint='single')."
             )
 
-    @partial_files.naming(folder)
     def finish_files() -> dict[str, dict[str, int]]:
-        remote_files.send(stage, sums.keys() - {_META}, place)
+        remote_files.send(stage, sums, place)
         return sums
 
-    @partial_files.naming(folder)
     def end() -> None:
-        tensors = {_name_of(key): _described(each, key) for each in spread for key in each.keys}
+        tensors = {_name_of(key): _described(each.piece(key)) for each in spread for key in each.keys}
         content = {"format": _FORMAT, "lightning_freescale": __version__, "tensors": tensors}
         content["files"] = {name: value for of_rank in files for name, value in of_rank.items()}
-        if lost := [name for of_rank in files for name in of_rank if not remote_files.exists_in(place, name)]:
+        if lost := sorted({name for of_rank in files for name in of_rank} - remote_files.names_in(place)):
             raise FileNotFoundError(f"No such file or directory: {lost[0]} in {place}. Another process has removed it")
         if isinstance(place, str):
             content["folder"] = place.rpartition("/")[2]
-        with partial_files.written(stage / MANIFEST) as file:
+        with partial_files.SyncedFile(stage / MANIFEST) as file:
             file.write(json.dumps({**content, "crc32": _crc_of(content)}).encode())
         remote_files.publish(stage, place, folder)
 
@@ -124,22 +120,30 @@ def write(
         # rank 0 chooses the name, so ranks of two jobs never write into one folder
         name = together(begin if rank == 0 else None, what, group)[0]
         place = Path(name) if isinstance(folder, Path) else name
-        stage = Path(together(lambda: str(held.enter_context(remote_files.staging(place))), what, group)[rank])
-        together(write_meta if rank == 0 else None, what, group)
+        meta = together(prepare, what, group)
         together(look, what, group)
-        sums |= write_pieces(stage, [piece for each in spread for piece in each.own], what, group)
-        files = together(finish_files, what, group)
+        pieces = [piece for each in spread for piece in each.own]
+        sums = write_pieces(stage, pieces, what, group, sync=isinstance(place, Path))
+        files = meta + together(finish_files, what, group)
         together(end if rank == 0 else None, what, group)
 
 
+def _write_meta(checkpoint: Mapping[str, Any], path: Path) -> dict[str, int]:
+    marked = pytree.tree_map_only(DeferredTensor, lambda tensor: _MARK + _name_of(tensor.key), dict(checkpoint))
+    with partial_files.naming(path), partial_files.SyncedFile(path) as file:
+        summed = partial_files.SummedFile(file)
+        torch.save(marked, summed)
+    return summed.sums()
+
+
 def write_pieces(
-    folder: Path, pieces: Sequence[tuple[Piece, Tensor]], what: str, group: dist.ProcessGroup | None
+    folder: Path, pieces: Sequence[tuple[Piece, Tensor]], what: str, group: dist.ProcessGroup | None, sync: bool
 ) -> dict[str, dict[str, int]]:
     """Write this rank's pieces, and return the size and checksum of each file that this rank has written. Collective.
 
-    If a rank fails, all ranks raise ``what``, see :func:`.together`.
+    ``sync`` waits until the files are on the disk. If a rank fails, all ranks raise ``what``, see :func:`.together`.
     """
-    writer, files = _Writer(folder), _SummedFiles()
+    writer, files = dcp.FileSystemWriter(folder, sync_files=sync), _SummedFiles()
     writer.fs = files
     try:
         dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
@@ -165,8 +169,7 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
         order = None if of["order"] is None else RowOrder(*of["order"])
         return StoredTensor(name, torch.Size(of["shape"]), getattr(torch, of["dtype"]), order, pieces)
 
-    found = single_file.read(folder / _META, weights_only)
-    return pytree.tree_map_only(str, stored, found)
+    return pytree.tree_map_only(str, stored, single_file.read(folder / _META, weights_only))
 
 
 def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
@@ -184,7 +187,7 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
                 return f"the file {name} has {size} bytes instead of {expected['bytes']}"
             if _crc_of_file(folder / name) != expected["crc32"]:
                 return f"the file {name} has changed since it was written: its checksum differs"
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except ValueError as error:
         return str(error)
     return ""
 
@@ -211,8 +214,7 @@ def _name_of(key: Key) -> str:
     return "/".join(key)
 
 
-def _described(held: SpreadTensors, key: Key) -> dict[str, Any]:
-    piece = held.piece(key)
+def _described(piece: Piece) -> dict[str, Any]:
     order = piece.order and list(astuple(piece.order))
     return {"shape": list(piece.shape), "dtype": str(piece.dtype).removeprefix("torch."), "order": order}
 
@@ -307,7 +309,7 @@ class _SummedFiles(FileSystem):
     @contextmanager
     @override
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
+        with partial_files.naming(path), super().create_stream(path, mode) as stream:
             file = partial_files.SummedFile(stream)
             yield file
         self.sums[Path(path).name] = file.sums()
@@ -316,18 +318,6 @@ class _SummedFiles(FileSystem):
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _Writer(dcp.FileSystemWriter):
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        with partial_files.naming(Path(self.path)):
-            return super().write_data(plan, planner)
-
-    @override
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        with partial_files.naming(Path(self.path)):
-            super().finish(metadata, results)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -6,10 +6,10 @@ Writing is atomic. The tables are written one by one and mapped into memory for 
 from __future__ import annotations
 
 import errno
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _READ_AT_ONCE = 1 << 20
 _IS_FOLDER = 16  # an attribute of a record; torch does not read a record with it
 _PART_BYTES = 1 << 26
 _OF_DAMAGE = {None, errno.EINVAL, errno.ENOENT}
-"""The numbers of the OSErrors that damage causes: of decompressors, of positions outside of the file, and of a lost file."""
+"""``errno`` of an OSError by damage: None from a decompressor, EINVAL for offsets outside the file, ENOENT for a lost file."""
 _SHARED = ("state_dict", "optimizer_states", "current_model_state")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
@@ -63,9 +63,8 @@ def read(path: Path, weights_only: bool | None) -> Any:
     if not isinstance(found, dict):
         return found
     # a callback may keep its entries while the file is overwritten
-    kept = {name: value for name, value in found.items() if name in _SHARED}
-    rest = {name: value for name, value in found.items() if name not in _SHARED}
-    return {**kept, **pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, rest)}
+    cloned = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)
+    return {name: value if name in _SHARED else cloned(value) for name, value in found.items()}
 
 
 def damage(path: Path, rank: int, ranks: int) -> str:
@@ -86,7 +85,8 @@ def damage(path: Path, rank: int, ranks: int) -> str:
                 with archive.open(record) as values:
                     while values.read(_READ_AT_ONCE):
                         pass
-            _compare_readers(path, archive)
+            if rank == 0:
+                _compare_readers(path, archive)
     except MemoryError:
         raise
     except Exception as error:  # damage makes zipfile, its decompressors and torch raise errors of many types
@@ -113,23 +113,25 @@ def _compare_readers(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 class _InParts:
-    """A file that is written in parts. Each part is on the disk before the next one begins, so it takes seconds.
+    """A file that is written and flushed in parts of 64 MB, so a call takes seconds at most.
 
-    Python handles signals between parts, and the timeout of the waiting ranks begins again.
+    Between parts, Python handles signals, and rank 0 restarts the timeout of the others.
     """
 
     def __init__(self, file: Any, deferred: Deferral) -> None:
-        self._file, self._deferred, self._unsynced = file, deferred, 0
+        self._file, self._deferred, self._bytes = file, deferred, 0
 
     def write(self, data: memoryview) -> int:
         for start in range(0, len(data), _PART_BYTES):
-            self._unsynced += self._file.write(data[start : start + _PART_BYTES])
-            if self._unsynced >= _PART_BYTES:
+            self._bytes += self._file.write(data[start : start + _PART_BYTES])
+            if self._bytes >= _PART_BYTES:
                 self._file.flush()
-                os.fsync(self._file.fileno())
-                self._unsynced = 0
+                self._bytes = 0
                 self._deferred.wait_longer()
         return len(data)
+
+    def flush(self) -> None:
+        pass  # torch calls this at the end, and closing the file flushes it once more
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class SpreadTensors:
         return {key: whole for key, whole in found if whole is not None}
 
     def _messages(self, key: Key, me: int, whole: Tensor) -> Iterator[tuple[int, Piece, tuple[Tensor, ...]]]:
-        """Yield the pieces that this rank, ``me``, sends or receives, each with its owner and its parts of one message each."""
+        """Yield each piece that rank ``me`` sends or receives: its owner, the piece, and its rows, split into messages."""
         for rank, number, piece in self._held[key]:
             if rank and me in (0, rank):
                 values = self.own[number][1].detach() if me else piece.columns(whole)[piece.place[0]]
@@ -149,11 +150,9 @@ class DeferredTensor(Tensor):
     @classmethod
     def placeholder(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """Return a placeholder for a tensor."""
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
         # torch.empty would fill the memory if deterministic algorithms are enabled
-        untouched = torch.empty(0, dtype=dtype).set_(torch.UntypedStorage(size), 0, shape)  # type: ignore[call-overload]
+        storage = torch.UntypedStorage(prod(shape) * dtype.itemsize)
+        untouched = torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
         found = untouched.as_subclass(cls)
         found.key = key
         return found
@@ -204,7 +203,7 @@ class Deferral(ABC):
         """Return the values of a placeholder."""
 
     def wait_longer(self) -> None:  # noqa: B027 (without other ranks there is nothing to do)
-        """Begin the timeout of waiting ranks again, because this rank still writes."""
+        """Restart the timeout of the ranks that wait for this one."""
 
 
 class DeferredTensors(Deferral):
@@ -222,7 +221,7 @@ class DeferredTensors(Deferral):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of the tables, or the default group, which may have a longer timeout, if there are none."""
+        """The process group of the tables. Without tables, the default group."""
         return self.held[0].group if self.held else dist.group.WORLD
 
     def defer(self, spread: SpreadTensors) -> dict[Key, Tensor]:

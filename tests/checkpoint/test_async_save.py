@@ -37,9 +37,9 @@ class Meanwhile(L.Callback):
 def _save_slowly(path: Path) -> tuple[Fitted, list[int]]:
     meanwhile = Meanwhile(path)
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **options: Any) -> Any:
         assert meanwhile.may_write.wait(60)
-        return WRITE(*args)
+        return WRITE(*args, **options)
 
     sharded_folder.write_pieces = slowly
     found = fit(Large, strategy=ASYNC, callbacks=[SaveAt(path, 4), meanwhile])
@@ -59,12 +59,12 @@ def test_steps_go_on_meanwhile_and_are_not_in_it(tmp_path: Path) -> None:
 def _save_often(folder: Path, fails_from: int) -> str:
     calls = 0
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls >= fails_from:
             raise OSError(28, "No space left on device")
-        return WRITE(*args)
+        return WRITE(*args, **options)
 
     sharded_folder.write_pieces = fails
     try:

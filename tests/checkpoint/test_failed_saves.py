@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from lightning_freescale.checkpoint import conversion, partial_files
+from lightning_freescale.checkpoint import conversion, partial_files, single_file
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.fits import Large, fit
 
@@ -169,7 +170,8 @@ class Interrupts(Large):
 PLACES: dict[str, tuple[Any, str]] = {
     "receive": (dist, "recv"),
     "send": (dist, "send"),
-    "write": (partial_files.SummedFile, "write"),
+    "write of a part": (single_file._InParts, "write"),
+    "write of a file": (partial_files.SummedFile, "write"),
     "replace": (partial_files, "replace_path"),
     "write of a piece": (filesystem, "_write_item"),
 }
@@ -183,8 +185,9 @@ def _interrupt(path: Path, kind: str, place: str, victim: int, times: int, insid
 
     def interrupted(call: Any, *args: Any, **kwargs: Any) -> Any:
         if SAVES and dist.get_rank() == victim:
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
+            if times == 2:  # the second arrives while the first is handled
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            os.kill(os.getpid(), signal.SIGINT)
         return call(*args, **kwargs)
 
     if place in PLACES:
@@ -220,10 +223,10 @@ def _interrupt(path: Path, kind: str, place: str, victim: int, times: int, insid
                 ("single", "hook", 1, 1, True),
                 ("single", "send", 1, 1, True),
                 ("single", "receive", 0, 2, True),
-                ("single", "write", 0, 1, False),
+                ("single", "write of a part", 0, 1, False),
                 ("single", "replace", 0, 2, True),
-                ("sharded", "write", 0, 1, False),
-                ("sharded", "write of a piece", 0, 2, True),
+                ("sharded", "write of a file", 0, 1, False),
+                ("sharded", "write of a piece", 0, 1, True),
                 ("sharded", "replace", 0, 1, False),
             ]
         ),

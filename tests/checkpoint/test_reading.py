@@ -220,6 +220,16 @@ class OtherTables(Large):
         self.net.embeddings = EmbeddingCollection(tables=[large, small])
 
 
+class TransposedTables(Large):
+    """A model whose first table has half the rows and twice the columns, so the same number of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        large, small = tables()
+        large.num_embeddings, large.embedding_dim, small.embedding_dim = 20_000, 16, 16
+        self.net.embeddings = EmbeddingCollection(tables=[large, small])
+
+
 class OtherOptimizer(Large):
     def __init__(self, optimizer: str) -> None:
         super().__init__()
@@ -234,6 +244,7 @@ ANOTHER: dict[str, tuple[str, Callable[[], Any], str]] = {
         r"missing keys \S+other.weight; unexpected keys \S+item.weight; keys of another shape \S+cat.weight of \(13, 8\) "
         r"instead of \(18, 8\)",
     ),
+    "shapes of tables": ("single", TransposedTables, r"item.weight of \(40000, 8\) instead of \(20000, 16\)"),
     "states": (
         "single",
         partial(OtherOptimizer, "adam"),

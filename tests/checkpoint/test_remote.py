@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_freescale.checkpoint import remote_files
-from lightning_freescale.checkpoint.conversion import open_checkpoint, read_checkpoint, write_folder
+from lightning_freescale.checkpoint.conversion import newest_other_checkpoint, open_checkpoint, read_checkpoint, write_folder
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
@@ -182,3 +182,25 @@ def test_paths_with_the_scheme_of_local_files_are_local(tmp_path: Path) -> None:
     assert remote_files.located(f"file://{tmp_path}/a.ckpt") == tmp_path / "a.ckpt"
     assert remote_files.located("a=1.ckpt") == Path("a=1.ckpt")
     assert remote_files.located("memory://a.ckpt") == "memory://a.ckpt"
+
+
+def test_a_local_path_in_a_text_is_read_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder({"state_dict": {}, "step": 1}, tmp_path / "last.ckpt")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert read_checkpoint(str(tmp_path / "last.ckpt"))["step"] == 1
+
+
+def _newest_other(address: str) -> str | None:
+    if dist.get_rank() == 0:
+        for name in ("last", "other"):
+            write_folder({"state_dict": {}}, f"{address}/{name}.ckpt")
+    else:
+        Far.ls = _fails(PermissionError("this rank may not list"))  # type: ignore[method-assign]
+    dist.barrier()
+    found = newest_other_checkpoint(f"{address}/last.ckpt")
+    return found and found.path
+
+
+@pytest.mark.slow
+def test_rank_0_alone_lists_the_other_checkpoints() -> None:
+    assert run_distributed(_newest_other, 2, "far://saved") == ["far://saved/other.ckpt"] * 2
