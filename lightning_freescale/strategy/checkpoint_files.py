@@ -6,9 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,10 @@ from lightning_freescale._lightning.ddp import new_gloo_group
 from lightning_freescale._lightning.loops import Trainer, is_last, rank_zero_warn
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._runtime.worker import WorkerThread
-
-if TYPE_CHECKING:
-    from lightning_freescale.checkpoint.spread_tensors import DeferredTensors
+from lightning_freescale.checkpoint import conversion, sharded_folder, single_file
+from lightning_freescale.checkpoint.held_files import MANIFEST
+from lightning_freescale.checkpoint.remote_files import located
+from lightning_freescale.checkpoint.spread_tensors import DeferredTensors
 
 
 class CheckpointFiles:
@@ -55,8 +54,7 @@ class CheckpointFiles:
                 "CheckpointIO. Use no CheckpointIO, or checkpoint='single'"
             )
         if not plugin:  # a plugin writes whole tensors
-            failure = f"the checkpoint {filepath} could not be written"
-            self._deferred = checkpoint_module("spread_tensors").DeferredTensors(failure)
+            self._deferred = DeferredTensors(f"the checkpoint {filepath} could not be written")
         try:
             yield
         finally:
@@ -78,9 +76,9 @@ class CheckpointFiles:
             _refuse_non_finite(parameters.items(), path, None if self._deferred is None else self._deferred.group)
         if self._deferred is None:
             return False
-        path = checkpoint_module("remote_files").located(path)
+        path = located(path)
         if not self._in_folder:
-            checkpoint_module("single_file").write(checkpoint, path, self._deferred)
+            single_file.write(checkpoint, path, self._deferred)
             return True
         spread = self._deferred.held
         if in_background:  # training changes the values while they are written
@@ -92,7 +90,7 @@ class CheckpointFiles:
             dense = [(name, state[name]) for name in parameters if name in state and name not in tables]
             self._pending = self._thread.submit(_write_folder, checkpoint, path, spread, dense + of_tables, self._group)
         else:
-            _write_folder(checkpoint, path, spread, [], self._group or dist.group.WORLD)
+            sharded_folder.write(checkpoint, path, spread, self._group or dist.group.WORLD)
         return True
 
     def remove(self, remove: Callable[[], None]) -> None:
@@ -118,8 +116,8 @@ class CheckpointFiles:
         if pending is not None:  # the thread and the group end with the write
             if not pending.done():
                 rank_zero_warn(
-                    "a checkpoint is not complete, because training failed while it was written in the background. Earlier "
-                    "checkpoints are unchanged. To complete checkpoints before an error ends the run, pass checkpoint='sharded'"
+                    "the last checkpoint is incomplete: training failed while it was written in the background. Earlier "
+                    "checkpoints are unchanged. With checkpoint='sharded', a save is complete before training continues"
                 )
             thread, self._thread = self._thread, WorkerThread(self._thread.name)
             group, self._group = self._group, None
@@ -140,27 +138,26 @@ class CheckpointFiles:
 
         If the last checkpoint of a ``ModelCheckpoint`` is damaged, read the newest complete one in the same folder instead.
         """
-        reading, manifest = checkpoint_module("conversion"), checkpoint_module("held_files").MANIFEST
-        # "last" finds the manifest of a folder on another file system
-        path = checkpoint_module("remote_files").located(str(path).removesuffix(f"/{manifest}"))
+        path = str(path).removesuffix(f"/{MANIFEST}")  # "last" finds the manifest of a folder on another file system
         try:
-            found = reading.opened(path, together=True)
+            found = conversion.opened(path, together=True)
         except ValueError as damage:
-            found = reading.newest_other_checkpoint(path) if is_last(path, trainer) else None
-            if found is None:
+            newest = conversion.newest_other_checkpoint(path) if is_last(path, trainer) else None
+            if newest is None:
                 raise
+            found = newest
             rank_zero_warn(f"{damage}. This run resumes from {found.path}, the newest complete checkpoint in the same folder")
-        return cast(dict[str, Any], reading.read(found, weights_only))
+        return conversion.read(found, weights_only)
 
 
 def _write_folder(
     checkpoint: dict[str, Any], path: Any, spread: list[Any], copies: list[tuple[str, Tensor]], group: ProcessGroup | None
 ) -> None:
     _refuse_non_finite(copies, path, group)
-    checkpoint_module("sharded_folder").write(checkpoint, path, spread, group)
+    sharded_folder.write(checkpoint, path, spread, group)
 
 
-def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None = None) -> None:
+def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: dist.ProcessGroup | None) -> None:
     """Raise a ValueError on every rank if the named tensors of a rank have non-finite values. Collective on ``group``."""
     # both extremes of a tensor with one NaN are NaN
     extremes = ((name, torch.aminmax(t.detach())) for name, t in tensors if t.is_floating_point() and t.numel())
@@ -177,8 +174,3 @@ def _refuse_non_finite(tensors: Iterable[tuple[str, Tensor]], path: Any, group: 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor if hasattr(tensor, "key") else tensor.detach().to("cpu", copy=True)
-
-
-def checkpoint_module(name: str) -> ModuleType:
-    """Return a module of the package ``checkpoint``, imported late because it imports TorchRec."""
-    return import_module(f"lightning_freescale.checkpoint.{name}")

@@ -23,6 +23,7 @@ from lightning_freescale._lightning.loops import (
     start_next_epoch,
     warn_of_what_is_missing,
 )
+from lightning_freescale.checkpoint import unsharded
 from lightning_freescale.checkpoint.run_state import (
     gather_accumulated,
     gather_random_states,
@@ -32,8 +33,9 @@ from lightning_freescale.checkpoint.run_state import (
     restore_accumulated,
     set_random_state,
 )
+from lightning_freescale.checkpoint.sharded_folder import materialized
 from lightning_freescale.comm.shared_lane import distrust_lanes
-from lightning_freescale.strategy.checkpoint_files import CheckpointFiles, checkpoint_module
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.ddp import TrainerDDP
 from lightning_freescale.training.setup import TableStrategy
 
@@ -83,19 +85,16 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         state = super().lightning_module_state_dict()
         if self.tables is None:
             return state
-        unsharded: dict[str, Any] = checkpoint_module("unsharded").module_state_dict(self.tables, state, **self.files.hold())
-        return unsharded
+        return unsharded.module_state_dict(self.tables, state, **self.files.hold())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.tables is None:
-            weights = checkpoint_module("sharded_folder").materialized(checkpoint["state_dict"])
-            super().load_model_state_dict({**checkpoint, "state_dict": weights}, strict)
+            super().load_model_state_dict({**checkpoint, "state_dict": materialized(checkpoint["state_dict"])}, strict)
         else:
             with self.writing_tables():
-                checkpoint_module("unsharded").load_module_state_dict(
-                    self.lightning_module, self.tables, checkpoint["state_dict"], strict
-                )
+                module: Any = self.lightning_module
+                unsharded.load_module_state_dict(module, self.tables, checkpoint["state_dict"], strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -105,9 +104,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         state = super().optimizer_state(optimizer)
         if self.tables is None or self.groups is None:
             return state
-        state, self._extra = checkpoint_module("unsharded").optimizer_state_dict(
-            self.tables, self.groups, state, **self.files.hold()
-        )
+        state, self._extra = unsharded.optimizer_state_dict(self.tables, self.groups, state, **self.files.hold())
         return state
 
     @override
@@ -188,11 +185,10 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         if self.tables is not None and self.groups is not None:
             full = checkpoint["optimizer_states"][0]
             with self.writing_tables():
-                dense = checkpoint_module("unsharded").load_optimizer_state_dict(self.tables, self.groups, full, extra)
+                dense = unsharded.load_optimizer_state_dict(self.tables, self.groups, full, extra)
             checkpoint = {"optimizer_states": [dense]}
         # the optimizer must not keep tensors that are mapped from the checkpoint's file
-        states = checkpoint_module("sharded_folder").materialized(checkpoint["optimizer_states"])
-        states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, states)
+        states = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, materialized(checkpoint["optimizer_states"]))
         with refusing_another_optimizer(self.optimizers):
             super().load_optimizer_state_dict({"optimizer_states": states})
 

@@ -17,10 +17,11 @@ from lightning_freescale._lightning.loops import Trainer, TrainerFn, find_remote
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._lightning.weight_averaging import postpone_copies
 from lightning_freescale.balance import MicroBatches
+from lightning_freescale.checkpoint.held_files import MANIFEST
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.strategy.balance_monitor import BalanceMonitor
-from lightning_freescale.strategy.checkpoint_files import CheckpointFiles, checkpoint_module
+from lightning_freescale.strategy.checkpoint_files import CheckpointFiles
 from lightning_freescale.strategy.checkpointing import UnshardedCheckpointStrategy
 from lightning_freescale.strategy.clipping import TableClipping
 from lightning_freescale.strategy.setup import set_up_tables
@@ -151,7 +152,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def check_before_launch(self, trainer: Trainer) -> None:
-        find_remote_last(trainer, checkpoint_module("held_files").MANIFEST)
+        find_remote_last(trainer, MANIFEST)
         try:
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_unsupported(trainer)
