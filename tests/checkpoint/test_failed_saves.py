@@ -40,6 +40,7 @@ class Larger(Large):
             pages = _pages()
             while pages == _pages():  # until no freed memory is left that a message would fit into
                 self.held.append(torch.empty(9_000_000, dtype=torch.uint8))
+            ctypes.CDLL(None).malloc_trim(0)  # the free end of the heap would be a part of the message's memory
             used = _pages() * resource.getpagesize() + (8 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
 
