@@ -55,6 +55,7 @@ def test_names() -> None:
 BLOCK = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None;"
 
 
+@pytest.mark.slow
 def test_packages_that_do_not_need_torchrec() -> None:
     imports = "import lightning_freescale.balance, lightning_freescale.comm.process_group, lightning_freescale.profiling"
     assert _python(f"{BLOCK} {imports}, lightning_freescale.testing; print('imported')") == "imported"
@@ -192,6 +193,7 @@ def _forked(line: list[str]) -> tuple[int, str, str]:
     return code, output[0].getvalue(), output[1].getvalue()
 
 
+@pytest.mark.slow
 def test_command_line_with_yaml(tmp_path: Path) -> None:
     path = tmp_path / "override.yaml"
     path.write_text(CONFIG.replace("FOLDER", str(tmp_path)))

@@ -45,19 +45,6 @@ def folder(tmp_path: Path, monkeypatch: Any) -> Path:
     sys.modules.pop("shop", None)
 
 
-@pytest.fixture
-def fails(capsys: Any) -> Fails:
-    """Return a function that runs a command, which must exit with 2, and returns its error message."""
-
-    def run(*words: Any) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            main([*map(str, words)])
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
-    return run
-
-
 def test_without_a_command_it_lists_the_commands(capsys: Any, fails: Fails, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["freescale"])
     runpy.run_module("lightning_freescale", run_name="__main__")

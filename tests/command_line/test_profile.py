@@ -186,19 +186,6 @@ def test_a_script_or_a_package_sees_of_itself_what_it_sees_under_python(folder: 
     assert "pkg.none" in profile("-m", "pkg.none", code=1).stderr
 
 
-@pytest.fixture
-def fails(capsys: Any) -> Callable[..., str]:
-    """Return a function that runs a command, which must exit with 2, and returns its error message."""
-
-    def run(*words: str) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            main([*words])
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

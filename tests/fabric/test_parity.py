@@ -34,10 +34,9 @@ def _by_hand(optimizer: str) -> dict[str, Any]:
     return plain_torchrec.train(Net(), optimizer, RankBatches(int(os.environ["RANK"]), STEPS))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bitwise_equal_to_plain_torchrec(ranks: int) -> None:
-    mine, plain = run_all(ranks, partial(train, dedup=False), partial(_by_hand, "adagrad"))
-    for rank in range(ranks):
+def test_bitwise_equal_to_plain_torchrec() -> None:
+    mine, plain = run_all(3, partial(train, dedup=False), partial(_by_hand, "adagrad"))
+    for rank in range(3):
         assert mine[rank]["losses"] == plain[rank]["losses"]
     assert len(set(mine[0]["losses"])) == STEPS
     for name, weight in plain[0]["weights"].items():

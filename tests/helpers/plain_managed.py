@@ -5,20 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from tests.helpers import plain_torchrec
 from tests.helpers.managed_tables import ManagedBatches, ManagedNet
-from tests.helpers.plain_torchrec import FUSED, _states, _whole
-from tests.helpers.recommender import OPTIMIZERS
 
 
 def _reset_on_cpu(kernel: Any, pruned_indices: torch.Tensor, logical_table_ids: torch.Tensor, **rest: Any) -> None:
@@ -31,36 +24,8 @@ def _reset_on_cpu(kernel: Any, pruned_indices: torch.Tensor, logical_table_ids: 
 def train(net: ManagedNet, optimizer: str, batches: ManagedBatches) -> dict[str, Any]:
     """Losses, remapped ids, and the whole state dict and optimizer states (rank 0) after one pass over ``batches``."""
     setattr(SplitTableBatchedEmbeddingBagsCodegen, "reset_embedding_weight_momentum", _reset_on_cpu)  # noqa: B010
-    kind, arguments = FUSED[optimizer]
-    world, plans = dist.get_world_size(), {}
-    sharders: list[Any] = [ManagedCollisionEmbeddingCollectionSharder(), EmbeddingCollectionSharder()]
-    inner = {"items": net.items._embedding_module, "categories": net.categories}
-    for (name, collection), sharder in zip(inner.items(), sharders):
-        apply_optimizer_in_backward(kind, collection.parameters(), dict(arguments))
-        plans[name] = construct_module_sharding_plan(
-            getattr(net, name),
-            {config.name: row_wise(compute_kernel="fused") for config in collection.embedding_configs()},
-            sharder=sharder,
-            local_size=world,
-            world_size=world,
-            device_type="cpu",
-        )
-    model = DistributedModelParallel(
-        net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plans),
-        sharders=sharders,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
-    )
-    dense = {name: p for name, p in model.named_parameters() if name.startswith("hidden")}
-    step = CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda p: OPTIMIZERS[optimizer](p))])
-    losses = []
-    torch.manual_seed(dist.get_rank())  # rows of new ids are drawn anew
-    for batch in batches.batches:
-        step.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(batch["features"]), batch["label"])
-        loss.backward()
-        step.step()
-        losses.append(loss.item())
-    return {"losses": losses, "remapped": net.remapped, "weights": _whole(model.state_dict()), "states": _states(model)}
+    parts: plain_torchrec.Parts = {
+        "items": (net.items._embedding_module, ManagedCollisionEmbeddingCollectionSharder()),
+        "categories": (net.categories, EmbeddingCollectionSharder()),
+    }
+    return {**plain_torchrec.train(net, optimizer, batches, parts), "remapped": net.remapped}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
@@ -15,8 +16,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.helpers.recommender import OPTIMIZERS, Net, RankBatches, tables
+from tests.helpers.recommender import OPTIMIZERS
 
+Parts = dict[str, tuple[EmbeddingCollection, Any]]
 FUSED = {
     "sgd": (torch.optim.SGD, {"lr": 0.5}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-10}),
@@ -24,25 +26,29 @@ FUSED = {
 }
 
 
-def train(net: Net, optimizer: str, batches: RankBatches) -> dict[str, Any]:
-    """Losses, whole weights and whole optimizer states (rank 0) after one pass over ``batches``."""
+def train(net: Any, optimizer: str, batches: Any, parts: Parts | None = None) -> dict[str, Any]:
+    """Losses, whole weights and whole optimizer states (rank 0) after one pass over ``batches``.
+
+    ``parts`` are the modules of ``net`` that are sharded, by name: the collection with the tables, and the sharder.
+    """
     kind, arguments = FUSED[optimizer]
-    apply_optimizer_in_backward(kind, net.embeddings.parameters(), dict(arguments))
-    sharder, world = EmbeddingCollectionSharder(), dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        net.embeddings,
-        {config.name: row_wise(compute_kernel="fused") for config in tables()},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
+    parts, world, plans = parts or {"embeddings": (net.embeddings, EmbeddingCollectionSharder())}, dist.get_world_size(), {}
+    for name, (collection, sharder) in parts.items():
+        apply_optimizer_in_backward(kind, collection.parameters(), dict(arguments))
+        plans[name] = construct_module_sharding_plan(
+            getattr(net, name),
+            {config.name: row_wise(compute_kernel="fused") for config in collection.embedding_configs()},
+            sharder=sharder,
+            local_size=world,
+            world_size=world,
+            device_type="cpu",
+        )
     model = DistributedModelParallel(
         net,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=torch.device("cpu"),
-        plan=ShardingPlan({"embeddings": plan}),
-        sharders=[sharder],
+        plan=ShardingPlan(plans),
+        sharders=[sharder for _, sharder in parts.values()],
         # DDP's own default; a static graph has other buckets, and with them another order of summation at 3 ranks
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
     )
@@ -52,6 +58,7 @@ def train(net: Net, optimizer: str, batches: RankBatches) -> dict[str, Any]:
         [model.fused_optimizer, KeyedOptimizerWrapper(dense, lambda params: OPTIMIZERS[optimizer](params))]
     )
     losses = []
+    torch.manual_seed(dist.get_rank())  # managed collisions draw the rows of new ids
     for batch in batches.batches:
         step.zero_grad()
         loss = torch.nn.functional.mse_loss(model(batch["features"]), batch["label"])

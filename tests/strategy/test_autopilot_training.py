@@ -156,7 +156,7 @@ def _goes_on(folder: str, make: Any, frozen: bool) -> Any:
     return module.seen, fitting.strategy.chosen_settings
 
 
-@pytest.mark.parametrize(("make", "frozen"), [(Timed, False), (AsksForTheLoader, True), (AsksForTheLoader, False)])
+@pytest.mark.parametrize(("make", "frozen"), [(Timed, False), (AsksForTheLoader, True)])
 def test_a_run_that_resumes_has_what_was_kept(tmp_path: Any, make: Any, frozen: bool) -> None:
     for seen, settings in run_distributed(_goes_on, 2, str(tmp_path), make, frozen):
         assert set(seen[:4]) == {(True, 2)}

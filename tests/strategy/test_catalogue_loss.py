@@ -53,7 +53,7 @@ def _gradients(style: str, way: str) -> dict[str, Tensor]:
     return {**model.found, **table}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_gradients_of_one_step(ranks: int) -> None:
     styles = ("linear", "second", "sliced", "twice")
     for rank, found in enumerate(run_distributed(lambda: [[_gradients(s, w) for w in ("ddp", "")] for s in styles], ranks)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -84,11 +85,15 @@ def _loaders() -> list[DataLoader]:
     return [_loader(Uneven(2, 4, 1)), _loader(Sized(3, 1, 2))]
 
 
+@cache
+def _under_ddp() -> list[dict[str, Any]]:
+    return run_distributed(_evaluated, RANKS, lambda: "ddp", init=False)
+
+
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard": "auto", "dedup": False}])
 def test_as_under_ddp(options: dict[str, Any]) -> None:
-    expected = run_distributed(_evaluated, RANKS, lambda: "ddp", init=False)
     found = run_distributed(_evaluated, RANKS, lambda: FreeScaleStrategy(**options), init=False)
-    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    for rank, (ours, theirs) in enumerate(zip(found, _under_ddp(), strict=True)):
         assert ours.keys() == theirs.keys()
         for name, numbers in theirs.items():
             torch.testing.assert_close(ours[name], numbers, rtol=1e-5, atol=1e-6, msg=f"rank {rank}, {name}")

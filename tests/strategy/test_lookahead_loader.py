@@ -6,23 +6,17 @@ import copy
 import gc
 import multiprocessing
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_freescale._lightning.profiler import ObservedLoader
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.training.lookahead_loader import ENDED, UNKNOWN, LookaheadLoader
-from tests.helpers.recommender import trainer
 
 
 class Counting:
@@ -232,111 +226,3 @@ def test_dropping_the_iteration_drops_the_loaders() -> None:
         assert workers and not any(worker.is_alive() for worker in workers)
     finally:
         gc.enable()
-
-
-# -- in Lightning's training loop
-
-
-class Lookahead(SingleDeviceStrategy):
-    """Records the next batch in every step."""
-
-    def __init__(self) -> None:
-        super().__init__(device="cpu")
-        self.upcoming: list[Any] = []
-
-    def process_dataloader(self, dataloader: object) -> object:
-        trainer = self.lightning_module.trainer
-        if trainer.training:
-            self.loader = dataloader = LookaheadLoader(dataloader, limit=lambda: trainer.num_training_batches)
-        return dataloader
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        upcoming = self.loader.start_batch()
-        self.upcoming.append(upcoming.flatten().tolist() if isinstance(upcoming, Tensor) else upcoming)
-
-
-class Model(L.LightningModule):
-    """Records its batches; ends an epoch before batch ``end``."""
-
-    def __init__(self, end: int | None) -> None:
-        super().__init__()
-        self.layer, self.end = nn.Linear(1, 1), end
-        self.trained: list[list[float]] = []
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
-        self.trained.append(batch.flatten().tolist())
-        return -1 if batch_idx == self.end else None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).mean()
-
-    validation_step = training_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(14.0).view(-1, 1)
-
-
-class Resuming(Resumable):
-    """Yields tensors; Lightning leaves a sized loader before its end."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.counts["next"] %= self.size
-        for number in super().__iter__():
-            yield torch.full((2, 1), float(number))
-
-
-class ResumingSized(Resuming):
-    def __len__(self) -> int:
-        return self.size
-
-
-PAIRS = {"dataset": torch.arange(14.0).view(-1, 1), "batch_size": 2}
-LOADERS: dict[str, Callable[[], Any]] = {
-    "sized": lambda: DataLoader(**PAIRS, shuffle=True),
-    "workers": lambda: DataLoader(**PAIRS, shuffle=True, num_workers=1, persistent_workers=True),
-    "stream": lambda: DataLoader(Stream(), batch_size=2),
-    "batches": lambda: DataLoader(torch.arange(14.0).view(-1, 2, 1), batch_size=None),
-    "resuming": lambda: Resuming(7),
-    "resuming sized": lambda: ResumingSized(7),
-}
-
-
-def _fit(
-    kind: str, *callbacks: L.Callback, ckpt_path: Any = None, end: int | None = None, plain: bool = False, **options: Any
-) -> tuple[list[Any], list[Any]]:
-    """Return the batches of a fit, and the next batch in each of its steps."""
-    torch.manual_seed(0)
-    strategy, model = Lookahead(), Model(end)
-    validation = DataLoader(torch.arange(4.0).view(-1, 1))
-    options |= {"strategy": "auto" if plain else strategy, "devices": 1, "max_epochs": 2, "callbacks": [*callbacks]}
-    trainer(**options).fit(model, LOADERS[kind](), validation, ckpt_path=ckpt_path)
-    return model.trained, strategy.upcoming
-
-
-@pytest.mark.parametrize(("kind", "limit"), [*((kind, None) for kind in LOADERS), ("sized", 3), ("stream", 3), ("resuming", 3)])
-def test_the_training_loop_gets_the_same_batches_and_knows_the_next(kind: str, limit: int | None) -> None:
-    steps, options = limit or 7, {"limit_train_batches": limit, "val_check_interval": 2}
-    expected, _ = _fit(kind, plain=True, **options)
-    trained, upcoming = _fit(kind, **options)
-    assert trained == expected and len(trained) == 2 * steps
-    assert upcoming == [*trained[1:steps], ENDED, *trained[steps + 1 :], ENDED]
-
-
-def test_an_epoch_that_is_cut_short() -> None:
-    trained, upcoming = _fit("batches", end=2)
-    assert trained == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2
-    assert upcoming == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]] * 2
-
-
-@pytest.mark.parametrize("kind", ["resuming", "resuming sized"])
-def test_resumes_with_the_batch_after_the_checkpoint(kind: str, tmp_path: Path) -> None:
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = _fit(kind, keep, enable_checkpointing=True)
-    for step in (3, 6, 7, 10):
-        rest = _fit(kind, ckpt_path=tmp_path / f"step={step}.ckpt")
-        assert [part[: 14 - step] for part in rest] == [part[step:] for part in whole]

@@ -20,6 +20,7 @@ from lightning_freescale import FreeScaleDataModule
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
+from tests.checkpoint.fits import SaveAt
 from tests.helpers.recommender import trainer
 
 ITEMS, CAP, SAMPLES = 50, 40, 131
@@ -59,15 +60,6 @@ class Padded(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-class SaveAt(L.Callback):
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def _fit(
@@ -207,7 +199,7 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
 
 def _stopped_and_resumed(collate: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     path, cost = f"{folder}/stopped.ckpt", DEAR if collate == "none" else "auto"
-    whole = _fit(collate, balance=BalanceOptions(), cost=cost, callbacks=[SaveAt(7, path)])
+    whole = _fit(collate, balance=BalanceOptions(), cost=cost, callbacks=[SaveAt(path, 7)])
     return whole, _fit(collate, checkpoint=path, cost=cost, balance=BalanceOptions())
 
 

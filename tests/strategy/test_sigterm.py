@@ -102,9 +102,9 @@ def _stop_and_resume(path: Path, ranks: Collection[int], hook: str, overlap: boo
 @pytest.mark.parametrize(
     ("size", "ranks", "hook", "overlap"),
     [
-        (2, [0], "training_step", True),
         (2, [1], "on_before_optimizer_step", True),
         (3, [1], "training_step", False),
+        pytest.param(2, [0], "training_step", True, marks=pytest.mark.slow),
         pytest.param(2, [0, 1], "training_step", True, marks=pytest.mark.slow),
         pytest.param(3, [0, 1, 2], "on_before_optimizer_step", False, marks=pytest.mark.slow),
     ],

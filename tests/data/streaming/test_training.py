@@ -38,14 +38,6 @@ def _fit(
     return fit(samples=SIZE, batch_size=4, data=options, stream=kind, callbacks=callbacks, resume=path).seen
 
 
-def test_every_sample_once_per_epoch() -> None:
-    ranks = run_distributed(_fit, 2)
-    steps = len(ranks[0]) // 2
-    assert len(ranks[1]) == 2 * steps
-    assert sorted(_all(ranks, 0, steps)) == sorted(_all(ranks, steps)) == list(range(SIZE))
-    assert any(sample % 2 for step in ranks[0] for sample in step), "samples change their rank"
-
-
 def _all(ranks: list[list[list[int]]], first: int = 0, last: int | None = None) -> list[int]:
     return [sample for rank in ranks for step in rank[first:last] for sample in step]
 

@@ -18,7 +18,6 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.comm import ProcessGroupFreeScale
 from lightning_freescale.embeddings.overlap import OverlapEngine, id_exchange
-from lightning_freescale.embeddings.shards import ShardedTables
 from lightning_freescale.testing import run_distributed
 from tests.helpers.hot_rows import HOT, every_row_hot, lists_that_differ
 from tests.helpers.sequences import (
@@ -85,7 +84,6 @@ def _in_all_ways(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, lis
     ("ranks", "optimizer", "options"),
     [
         (2, "rowwise_adagrad", {}),
-        (4, "sgd", HOT),
         pytest.param(3, "adagrad", {}, marks=pytest.mark.slow),
         pytest.param(4, "rowwise_adagrad", HOT, marks=pytest.mark.slow),
     ],
@@ -109,32 +107,6 @@ def test_same_numbers_however_ids_come(ranks: int, optimizer: str, options: dict
 Train = Callable[..., Run]
 
 
-def _read_between(train: Train) -> Run:
-    """Check that a state dict contains every earlier update, with a drain and without."""
-    seen: dict[str, Tensor] = {}
-
-    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
-        if step % 3 == 2:
-            if engine is not None and step % 2:
-                engine.drain()
-            states = [module.state_dict() for _, module in tables.modules]
-            seen.update({f"{name} in step {step}": v.local_tensor().clone() for state in states for name, v in state.items()})
-
-    run = train(HOW, batches(dist.get_rank(), 9), between=between)
-    run.tables |= seen
-    return run
-
-
-def _written_between(train: Train) -> Run:
-    def between(step: int, tables: ShardedTables, engine: OverlapEngine | None) -> None:
-        if step == 4:
-            with nullcontext() if engine is None else engine.writing():
-                for shard in tables.shards():
-                    shard.weight.mul_(0.5)
-
-    return train(HOW, batches(dist.get_rank(), 8), between=between)
-
-
 def _with_forward(train: Train, forward: Callable[[Any, Batch, int], Tensor | None], optimizer: str, **options: Any) -> Run:
     """Replace the forward. ``forward`` also gets the number of the call; if it returns None, the usual forward runs."""
     usual = Sequences.forward
@@ -146,47 +118,6 @@ def _with_forward(train: Train, forward: Callable[[Any, Batch, int], Tensor | No
 
     with patch.object(Sequences, "forward", changed):
         return train(OPTIMIZERS[optimizer], batches(dist.get_rank(), 12), **options)
-
-
-def _looked_up_without_gradients(train: Train) -> Run:
-    usual = Sequences.forward
-
-    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
-        if call % 3:
-            return None
-        with torch.no_grad():
-            extra = self.items(batch["ids"])["history"].values().sum()
-        return usual(self, batch) + 0.01 * extra
-
-    return _with_forward(train, forward, "rowwise_adagrad", rate=lambda step: 0.3 / (1 + step))
-
-
-def _one_looked_up_in_every_other_step(train: Train) -> Run:
-    def forward(self: Any, batch: Batch, call: int) -> Tensor | None:
-        if call % 2:
-            return None
-        found = self.items(batch["ids"])
-        pooled = found["history"].to_padded_dense(12).mean(dim=1)
-        return (self.out(pooled) + self.query(pooled)).square().mean() + found["candidate"].values().square().sum()
-
-    return _with_forward(train, forward, "adagrad")
-
-
-SCENARIOS = (
-    _read_between,
-    _written_between,
-    _looked_up_without_gradients,
-    _one_looked_up_in_every_other_step,
-)
-
-
-def _scenarios() -> dict[str, list[str]]:
-    return {act.__name__: differences(act(train_overlapped), act(train_plain)) for act in SCENARIOS}
-
-
-def test_same_numbers_whatever_happens_around() -> None:
-    for found in run_distributed(_scenarios, 2):
-        assert {name: differing for name, differing in found.items() if differing} == {}
 
 
 def _unforeseen() -> dict[str, list[str]]:

@@ -160,7 +160,6 @@ def _looked_up(seed: int, lookups: int, options: dict[str, Any]) -> list[str]:
     ("seed", "ranks", "options"),
     [
         (0, 1, {}),
-        (1, 2, {}),
         (2, 3, {}),
         (3, 2, {"dedup": False}),
         (4, 4, HOT),

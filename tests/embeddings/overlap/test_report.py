@@ -1,10 +1,13 @@
-"""Reports of the overlap and of hot rows are means per step of totals."""
+"""Reports of the overlap and of hot rows are means per step of totals; they count the bytes that TorchRec would send."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap.report import COUNTS, Heat, HeatReport, OverlapReport
+from lightning_freescale.embeddings.overlap.report import COUNTS, BagTraffic, Heat, HeatReport, OverlapReport
+from tests.helpers.bags import SUM, configs, layouts_of
 
 
 def test_hot_rows_are_reported_beside_the_overlap() -> None:
@@ -43,3 +46,14 @@ def test_means_are_those_since_the_totals_before() -> None:
     report = OverlapReport.from_totals(now, [Heat([1], 0.0, 1, 1, 1.0)], before)
     assert report is not None and report.heat is not None
     assert (report.tokens, report.heat.hot_near_bytes, report.heat.colliding_share) == (2.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("row_wise", "rank", "expected"), [(False, 0, [0, 3, 0, 0]), (False, 2, [6, 3, 0, 0]), (True, 1, [9, 0, 9, 9])]
+)
+def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[int]) -> None:
+    """Return a layout on four ranks; the first table has two features, so ranks 0 and 1 own the whole tables."""
+    tables = {"first": (400, 8, ["a", "b"], SUM), "second": (400, 8, ["c"], SUM)}
+    _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
+    features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
+    assert BagTraffic(layout, rank, 8).pooled_rows(features).tolist() == expected

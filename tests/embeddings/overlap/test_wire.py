@@ -91,9 +91,6 @@ WAYS: dict[str, dict[str, Any]] = {"known": {}, "late, wrong or unknown": {"subm
         ("rowwise_adagrad", (FP16, BF16, BF16), DIM),  # types of one width do not share messages
         ("adagrad", (BF16, BF16, BF16), 5),
         ("adam", (FP16, BF16, FP16), 5),
-        pytest.param("adagrad", (FP16, FP16, FP16), DIM, marks=pytest.mark.slow),
-        pytest.param("adagrad", (FP16, BF16, FP16), DIM, marks=pytest.mark.slow),
-        pytest.param("sgd", (BF16, FP16, BF16), DIM, marks=pytest.mark.slow),
     ],
 )
 def test_tables_of_16_bits_as_in_plain_torchrec(optimizer: str, types: tuple[DataType, ...], dim: int) -> None:

@@ -48,7 +48,7 @@ MODELS = {
     "experts' own tables": "mixture_of_experts.ExpertTables",
 }
 AT_HAND = ("DLRM", "mixture of experts")
-"""Those that need no other package are always tested, in one case; the rest where it is asked for."""
+"""Those that need no other package are in the second tier; the rest is tested where it is asked for."""
 third_party = pytest.mark.third_party
 
 
@@ -66,8 +66,8 @@ def _cases() -> list:
     pairs = [("sgd", 2), ("adagrad", 3), ("adam", 1)]
     quick = [(name, "sgd", 2) for name in AT_HAND]  # Adagrad does not see a gradient that is too large everywhere
     every = [(name, *pair) for name in MODELS for pair in pairs if (name, *pair) not in quick]
-    adam = pytest.param("mixture of experts", "adam", 2, marks=pytest.mark.slow)
-    return [*quick, adam, *(pytest.param(*case, marks=third_party) for case in every)]
+    at_hand = [pytest.param(*case, marks=pytest.mark.slow) for case in (*quick, ("mixture of experts", "adam", 2))]
+    return [*at_hand, *(pytest.param(*case, marks=third_party) for case in every)]
 
 
 def _assert_trained_alike(fits: list[list[Fit]], kind: type[Training], optimizer: str) -> None:

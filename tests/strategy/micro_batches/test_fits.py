@@ -255,6 +255,7 @@ def _auto() -> Any:
     return module_data.train.micro_batches.chosen, [counts[step] for step in sorted(counts)], again.train.micro_batches.chosen
 
 
+@pytest.mark.slow
 def test_auto_decides_once_and_alike() -> None:
     found = run_distributed(_auto, 2)
     (chosen, counts, resumed), other = found

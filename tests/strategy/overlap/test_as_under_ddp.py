@@ -85,14 +85,12 @@ def _every_optimizer(**options: Any) -> dict[str, Case]:
     return {name: clipping(partial(WithLargeEps, name), **options) for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "clip", "accumulated"), [(1, BY_NORM, 1), (1, BY_VALUE, 2), (2, BY_NORM, 2), (2, BY_VALUE, 1)]
-)
-def test_as_under_ddp(ranks: int, clip: dict[str, Any], accumulated: int) -> None:
+@pytest.mark.parametrize(("clip", "accumulated"), [(BY_NORM, 2), (BY_VALUE, 1)])
+def test_as_under_ddp(clip: dict[str, Any], accumulated: int) -> None:
     cases, unclipped = (_every_optimizer(**each, accumulate_grad_batches=accumulated) for each in (clip, {}))
-    runs = run_distributed(fit_all, ranks, cases, "ddp", {}, {"dedup": False})
+    runs = run_distributed(fit_all, 2, cases, "ddp", {}, {"dedup": False})
     assert departures(cases, runs, **CLIPPED) == []
-    others = run_distributed(fit_all, ranks, unclipped, "ddp")[0]
+    others = run_distributed(fit_all, 2, unclipped, "ddp")[0]
     assert all(_differ(runs[0][name][0], others[name][0]) for name in cases), "nothing was clipped"
 
 
