@@ -16,7 +16,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -38,8 +37,6 @@ def _python(code: str) -> str:
 
 @pytest.mark.slow
 def test_registered_once_and_never_over_another() -> None:
-    assert isinstance(L.Trainer(strategy="freescale", accelerator="cpu", devices=1, logger=False).strategy, FreeScaleStrategy)
-    assert isinstance(L.Trainer(strategy=FreeScaleStrategy(), accelerator="cpu", logger=False).strategy, FreeScaleStrategy)
     FreeScaleStrategy.register_strategies(StrategyRegistry)  # a second time is no error
     code = "from lightning.pytorch.strategies import StrategyRegistry as R, DDPStrategy; R.register('freescale', DDPStrategy);"
     assert _python(code + "import lightning_freescale; print(type(R.get('freescale')).__name__)") == DDPStrategy.__name__

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import convergence
-import faults
 import ladder
 import numpy as np
 import overlap_workload
@@ -17,8 +13,6 @@ import pytest
 import what_if
 from contest import Contest
 from fault_counts import Counts, upper_limit
-from fault_kinds import Fault, draw_case
-from fault_ranks import Attempt, RankEnd
 
 from lightning_freescale.embeddings.row_order import RowOrder
 
@@ -103,42 +97,6 @@ def test_what_ifs_are_compared_with_runs_without_the_cause() -> None:
 
 
 # -- faults
-
-RIGHT_END = {"digest": "right", "first_step": 10, "steps": 60}
-
-
-@pytest.mark.parametrize(
-    ("other", "more", "expected"),
-    [
-        ({}, {}, []),
-        ({"code": 0, "result": RIGHT_END}, {}, []),
-        ({"code": None}, {}, ["hangs"]),
-        ({"code": 0}, {}, ["silent_losses"]),
-        ({"code": 0, "result": {**RIGHT_END, "digest": "other"}}, {}, ["silent_losses"]),
-        ({"error": ""}, {}, ["unnamed_errors"]),
-        ({"error": "RuntimeError: Connection closed by peer [127.0.0.1]:1"}, {}, ["unnamed_errors"]),
-        ({}, {"processes": ["python (7)"], "memory": ["torch_7"]}, ["orphans", "shared_memory"]),
-        ({}, {"struck": False}, ["unstruck"]),
-        ({"decisive": "OSError: could not write"}, {"says": "No space left"}, ["unnamed_errors"]),
-        ({"decisive": "OSError: rank 1 could not write checkpoints: No space left"}, {"says": "No space left"}, []),
-    ],
-)
-def test_defects_after_a_fault(other: dict[str, Any], more: dict[str, Any], expected: list[str]) -> None:
-    """Rank 1 was killed. Rank 0 has to name it and the cause."""
-    said = RankEnd(1, 0.1, "RuntimeError: rank 1 has ended: Connection closed by peer", "", None)
-    ends = [dataclasses.replace(said, **other), RankEnd(-9, 0.0, "", "rank 1: No space left in checkpoints", None)]
-    attempt = Attempt(ends, more.get("struck", True), 20, more.get("processes", []), more.get("memory", []))
-    fault = Fault("signal", "SIGKILL", (1,), 12)
-    case = dataclasses.replace(draw_case("killed", Random(0)), ranks=2, faults=(fault,), says=more.get("says", ""))
-    assert [defect for defect, _ in faults.defects(case, fault, attempt, ["right", "right"])] == expected
-
-
-def test_a_rank_that_raises_keeps_its_error() -> None:
-    fault = Fault("step", "raise", (0,), 12)
-    case = dataclasses.replace(draw_case("raised_in_step", Random(0)), ranks=1, faults=(fault,))
-    for error, expected in (("RuntimeError: injected fault on rank 0", []), ("TypeError: no text", ["unnamed_errors"])):
-        attempt = Attempt([RankEnd(1, 0.1, error, error, None)], True, 20, [], [])
-        assert [defect for defect, _ in faults.defects(case, fault, attempt, ["right"])] == expected
 
 
 def test_counts_of_faults_add_up(tmp_path: Path) -> None:

@@ -222,6 +222,14 @@ def test_fault_campaign(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["figures"]["runs"] == 2
 
 
+def test_the_fault_campaign_finds_defects(tmp_path: Path) -> None:
+    """Train with wrong weights, and with an error that no rank names; the script fails if it does not find one of them."""
+    path = tmp_path / "figures.json"
+    faults.main(["--self-test", "--kinds", "other_weights", "loses_the_text", "--json", str(path)])
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["runs"] == 2 and figures["silent_losses"] == 1 and figures["unnamed_errors"] >= 1
+
+
 def test_simulator(run: Run) -> None:
     found = run(simulator_published)
     assert found["nvidia_tflop"] == pytest.approx(63.9, rel=0.01)

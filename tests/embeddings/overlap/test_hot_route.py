@@ -109,14 +109,11 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"hot_rows": "all"}, "hot_rows='all'"),
     ({"hot_rows": 1.5}, "hot_rows=1.5"),
     ({"hot_rows": -1}, "hot_rows=-1"),
     ({"hot_rows": 0.5}, "ranks_per_node"),
     ({"ranks_per_node": 3}, "ranks_per_node=3"),
     ({"ranks_per_node": 0}, "ranks_per_node=0"),
-    ({**HOT, "dedup": False}, "dedup=False"),
-    ({**HOT, "rerank_every_n_steps": 0}, "rerank_every_n_steps=0"),
 ]
 
 

@@ -75,7 +75,6 @@ BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value", "acc
 IN_TIER_2 = [(2, False), (4, True)]
 OPTIMIZERS = {name: bags(partial(BagModel, name)) for name in ("sgd", "adagrad", "rowwise_adagrad")}
 OTHERS = {
-    "windows": bags(BagModel, accumulate_grad_batches=2),
     "by norm": bags(partial(BagModel, "rowwise_adagrad"), gradient_clip_val=0.05),
     "windows by value": bags(BagModel, overlap={"dedup": False}, **BY_VALUE),
     "validation": bags(partial(BagModel, "rowwise_adagrad"), validation=lambda: bag_loader(2, salt=7), val_check_interval=2),

@@ -179,7 +179,7 @@ ONE_RANK = {"steps without a loss": Case(modules.Skips, ahead=KNOWN)}
 
 IN_TIER_2 = {"a learning rate for every step", "a limit of batches", "fast_dev_run", "a closure called before the step"}
 IN_TIER_2 |= {"evaluation between steps", "a table that is not trained", "workers", "made in configure_optimizers"}
-IN_TIER_2 |= {"drawn", "changed by the data module"}
+IN_TIER_2 |= {"drawn", "changed by the data module", "batches are data classes", "a loader for every epoch", "two collections"}
 
 
 def _first(cases: dict[str, Case]) -> dict[str, Case]:
