@@ -24,8 +24,6 @@ _PREFIX, _SUFFIX = ".freescale-", ".part"
 _UNKNOWN = "00000000"
 ABANDONED_S = 24 * 3600
 """Partial files of another machine are removed at this age, in seconds. Machines may not share locks."""
-_NEW_S = 60
-"""Files ``.new`` are removed at this age, in seconds. A running process locks and renames its file at once."""
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ENOTDIR}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _ATTEMPTS = 20
@@ -96,18 +94,29 @@ def claimed(path: Path) -> Iterator[Path]:
     left of both. Partial files in the same folder are removed first if their processes have ended.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{_PREFIX}{_machine()}-{uuid4().hex[:16]}{_SUFFIX}")
-    with open(beside.with_suffix(".new"), "xb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # without a lock, another process must not remove the file before it is a day old
-            beside = path.with_name(beside.name.replace(_machine(), _UNKNOWN, 1))
-        os.rename(lock.name, beside)  # another process can find the file only after it is locked
+    beside, lock = _new_beside(path, _machine())
+    with lock:
         try:
             _remove_abandoned(beside)
             yield beside
         finally:
             _remove_both(beside)
+
+
+def _new_beside(path: Path, machine: str) -> tuple[Path, FileIO]:
+    """Return the path of a new file beside ``path``, and the open file, which holds the lock."""
+    while True:
+        beside = path.with_name(f"{_PREFIX}{machine}-{uuid4().hex[:16]}{_SUFFIX}")
+        file = FileIO(beside, "x")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:
+                return beside, file
+        except BlockingIOError:
+            pass
+        except OSError:  # without a lock, another process must not remove the file before it is a day old
+            return beside.rename(path.with_name(beside.name.replace(machine, _UNKNOWN, 1))), file
+        file.close()  # another process has found it before it was locked, and removes it
 
 
 def folder_of(beside: Path) -> Path:
@@ -125,10 +134,6 @@ def _machine() -> str:
 
 def _remove_abandoned(mine: Path) -> None:
     """Remove the partial files beside ``mine`` of processes that have ended."""
-    for created in mine.parent.glob(f"{_PREFIX}{'?' * 8}-{'?' * 16}.new"):  # a process was killed before it renamed the file
-        with suppress(OSError):
-            if mine.stat().st_mtime - created.stat().st_mtime > _NEW_S:
-                created.unlink()
     for beside in mine.parent.glob(f"{_PREFIX}{'?' * 8}-{'?' * 16}{_SUFFIX}"):
         with suppress(OSError):  # the file is locked, another process removes it, or locks do not exist
             held = os.open(beside, os.O_RDONLY if beside.is_dir() else os.O_RDWR)

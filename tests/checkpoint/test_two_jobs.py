@@ -131,13 +131,20 @@ def test_the_next_save_removes_what_a_dead_job_has_left_and_nothing_else(kind: s
     assert not any(path.exists() for path in partial)
     assert _names(tmp_path) == sorted([*others, "2.ckpt", "3.ckpt", "4.ckpt"])
 
-    killed_before_its_lock = tmp_path / f".freescale-{'0' * 8}-{'1' * 16}.new"
-    killed_before_its_lock.touch()
-    _write(kind, 4, tmp_path / "4.ckpt")
-    assert killed_before_its_lock.exists(), "its process may still run"
-    age(killed_before_its_lock, 120)
-    _write(kind, 4, tmp_path / "4.ckpt")
-    assert not killed_before_its_lock.exists()
+
+def _claim_often(path: Path, times: int) -> None:
+    for _ in range(times):
+        with partial_files.claimed(path) as beside:
+            assert beside.exists()
+
+
+def test_a_save_keeps_its_file_if_another_finds_it_before_its_lock(tmp_path: Path) -> None:
+    jobs = [mp.get_context("fork").Process(target=_claim_often, args=(tmp_path / "a.ckpt", 100)) for _ in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0] * 3 and _names(tmp_path) == []
 
 
 def test_files_stay_while_a_job_without_locks_writes_or_a_folder_cannot_be_removed(
