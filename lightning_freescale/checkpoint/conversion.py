@@ -21,14 +21,13 @@ from typing_extensions import override
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import gather_objects, together
 from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
-from lightning_freescale.checkpoint.held_files import WHOLE
+from lightning_freescale.checkpoint.held_files import VERSION, WHOLE
+from lightning_freescale.checkpoint.other_programs import as_checkpoint
 from lightning_freescale.checkpoint.remote_files import Location, files_of
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
 
-_LARGE = 1 << 20
-"""The smallest matrix, in bytes, that a folder stores as a separate tensor."""
 _ROWS_AT_ONCE = 1 << 18
 _MISSING = "it does not exist"
 _UNREADABLE = "unreadable: "
@@ -128,10 +127,14 @@ def newest_other_checkpoint(path: Any) -> Opened | None:
 
 
 def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint of the Trainer; large tensors are read when they are used."""
+    """Read a checkpoint of the Trainer or of another program; large tensors are read when they are used."""
     path = checkpoint.path
     try:
         found = checkpoint.read(weights_only)
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint or a state dict.")
+        if VERSION not in found:
+            found = as_checkpoint(found, path, checkpoint.is_folder)
     except UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -139,12 +142,6 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
             "file, use trainer.fit(..., weights_only=False), torch.serialization.add_safe_globals with its classes, or --trust "
             "on the command line."
         ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint that the Trainer has saved.")
-    if "state_dict" not in found:
-        bare = bool(found) and all(isinstance(value, Tensor) for value in found.values())
-        kind = "is a bare state dict. Load it with module.load_state_dict(torch.load(path))" if bare else "has no state_dict"
-        raise ValueError(f"{path} is not a checkpoint of the Trainer: it {kind}.")
     return found
 
 
@@ -170,7 +167,7 @@ def write_folder(checkpoint: Mapping[str, Any], folder: Location) -> None:
     names: dict[int, DeferredTensor] = {}
 
     def deferred(whole: Tensor) -> Tensor:
-        if whole.dim() != 2 or whole.nbytes < _LARGE:
+        if whole.dim() != 2 or whole.nbytes < sharded_folder.LARGE:
             return whole
         address = whole.data_ptr()  # a table with two names is one tensor
         if address not in names:

@@ -20,6 +20,10 @@ from typing_extensions import override
 
 MANIFEST = "freescale.json"
 """The file of a folder that lists its files."""
+OF_TORCH = ".metadata"
+"""The file of a folder of torch.distributed.checkpoint (DCP) that lists its tensors."""
+VERSION = "pytorch-lightning_version"
+"""An entry that every checkpoint of the Trainer has."""
 WHOLE = ""
 """The name of a checkpoint in one file."""
 _TAIL_BYTES = 1 << 20
@@ -55,11 +59,12 @@ class HeldFiles(FileSystem):
             self._open[name] = os.open(place, os.O_RDONLY, dir_fd=self._open[WHOLE])
 
     def listed(self) -> tuple[str, list[str]]:
-        """Return the subfolder and file names of the manifest; empty values if the manifest is missing or damaged."""
+        """Return the subfolder and file names of the manifest. Without a readable manifest, return the files of a DCP folder."""
         with suppress(ValueError, LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError):
             content = json.loads((self / MANIFEST).read_bytes())
             return content.get("folder", ""), [*content["files"]]
-        return "", []
+        names = os.listdir(self._open[WHOLE]) if WHOLE in self._open else []
+        return "", names if OF_TORCH in names else []
 
     def _is_at(self, path: Path) -> bool:
         with suppress(FileNotFoundError):
@@ -72,8 +77,9 @@ class HeldFiles(FileSystem):
     @property
     def identity(self) -> tuple[int, int]:
         """Numbers that differ between checkpoints with different contents."""
-        path = self / (MANIFEST if self.is_folder else WHOLE)
-        if not path.exists():
+        names = (MANIFEST, OF_TORCH) if self.is_folder else (WHOLE,)
+        path = next((self / name for name in names if (self / name).exists()), None)
+        if path is None:
             return 0, 0
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

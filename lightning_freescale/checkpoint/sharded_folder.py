@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -38,7 +55,7 @@ from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import together
 from lightning_freescale._version import __version__
 from lightning_freescale.checkpoint import partial_files, remote_files, single_file
-from lightning_freescale.checkpoint.held_files import MANIFEST, HeldFiles
+from lightning_freescale.checkpoint.held_files import MANIFEST, OF_TORCH, HeldFiles
 from lightning_freescale.checkpoint.remote_files import Location
 from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, Key, Piece, SpreadTensors
 from lightning_freescale.embeddings.row_order import RowOrder
@@ -47,12 +64,15 @@ _META = "meta.pt"
 _FORMAT = 1
 _MARK = "lightning_freescale tensor: "
 _READ_AT_ONCE = 1 << 20
+LARGE = 1 << 20
+"""The smallest tensor, in bytes, that stays in the folder until its values are used."""
 _CHUNK_BYTES = 1 << 24
-"""The number of bytes per write, because DCP copies parts of larger tensors, and per read of rows in another order."""
+"""The number of bytes per write, because DCP copies parts of larger tensors."""
 _IN_METADATA = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -159,6 +179,8 @@ def write_pieces(
 
 def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     """Read a checkpoint; tables and their states stay in the folder and are returned as :class:`.StoredTensor`."""
+    if not (folder / MANIFEST).is_file():
+        return _read_of_torch(folder, weights_only)
     described, pieces = _manifest(folder)["tensors"], _StoredPieces(folder)
 
     def stored(leaf: str) -> Any:
@@ -172,6 +194,39 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     return pytree.tree_map_only(str, stored, single_file.read(folder / _META, weights_only))
 
 
+def _read_of_torch(folder: HeldFiles, weights_only: bool | None) -> dict[str, Any]:
+    """Read a folder that another program has written with DCP; large tensors and all objects stay in the folder."""
+    pieces, found = _StoredPieces(folder), {}
+    for name, stored in pieces.metadata.state_dict_metadata.items():
+        path = (pieces.metadata.planner_data or {}).get(name, (name,))
+        if isinstance(stored, BytesStorageMetadata):
+            set_element(found, path, StoredObject(name, pieces, weights_only))
+            continue
+        order = RowOrder(stored.size[0]) if stored.size else None
+        tensor = StoredTensor(name, stored.size, stored.properties.dtype, order, pieces)
+        is_large = prod(stored.size) * tensor.dtype.itemsize >= LARGE
+        set_element(found, path, tensor if is_large else tensor.whole())
+    return {**found, **({_META: None} if (folder / _META).is_file() else {})}
+
+
+def _is_of_torch(folder: HeldFiles) -> bool:
+    """Return whether another program has written the folder with DCP. DCP saves nested names unless a planner prevents it."""
+    has_metadata = not (folder / MANIFEST).is_file() and (folder / OF_TORCH).is_file()
+    return has_metadata and not ((folder / _META).is_file() and _StoredPieces(folder).metadata.planner_data is None)
+
+
+def _damage_of_torch(folder: HeldFiles) -> str:
+    ends: dict[str, int] = {}
+    for each in _StoredPieces(folder).metadata.storage_data.values():
+        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
+    for name, size in ends.items():
+        if not (folder / name).is_file():
+            return f"the file {name} is missing"
+        if (folder / name).stat().st_size < size:
+            return f"the file {name} has {(folder / name).stat().st_size} bytes instead of {size}"
+    return ""
+
+
 def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
     """Return a description of the damage to this rank's share of the files; empty if there is none.
 
@@ -179,6 +234,8 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
         OSError: a file that is there could not be read.
     """
     try:
+        if _is_of_torch(folder):
+            return _damage_of_torch(folder)
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:
             if not (folder / name).is_file():
@@ -194,7 +251,10 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
 
 def _manifest(folder: HeldFiles) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"it has no {MANIFEST}. It is not a sharded checkpoint of strategy 'freescale', or it is incomplete")
+        raise ValueError(
+            f"it has no {MANIFEST} of strategy 'freescale', and it is not a folder of torch.distributed.checkpoint, or it is "
+            "incomplete"
+        )
     try:
         content = json.loads((folder / MANIFEST).read_text())
         expected = content.pop("crc32")
@@ -237,16 +297,30 @@ class _StoredPieces:
     def __init__(self, folder: HeldFiles) -> None:
         self._reader = dcp.FileSystemReader(".")
         self._reader.fs = folder
-        with open(folder / ".metadata", "rb") as file:
-            self._metadata: Metadata = _MetadataUnpickler(file).load()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        with open(folder / OF_TORCH, "rb") as file:
+            self.metadata: Metadata = _MetadataUnpickler(file).load()
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
         """Read a block of a tensor into ``into``, which has the block's shape."""
         if into.numel():
-            planner = _LoadPlanner(name, place, into)
-            planner.set_up_planner({}, self._metadata)
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            place = place[: len(self._stored(name).size)]  # a row-wise state of TorchRec has no columns
+            self.run(_LoadPlanner(name, place, into.view([part.stop - part.start for part in place])))
+
+    def run(self, planner: DefaultLoadPlanner) -> None:
+        """Read the items of a planner."""
+        planner.set_up_planner({}, self.metadata)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def row_bounds(self, name: str) -> list[int]:
+        """Return the first rows of a tensor's parts in the files, and the number of rows. DCP reads a part as a whole."""
+        stored = self._stored(name)
+        return sorted({stored.size[0], *(chunk.offsets[0] for chunk in stored.chunks)})
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        stored = self.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
 
 
 @dataclass(frozen=True)
@@ -287,12 +361,25 @@ class StoredTensor:
         assert self.order is not None
         columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
-        most = max(1, _CHUNK_BYTES // (prod(widths) * self.dtype.itemsize))
-        for start in range(0, self.shape[0], most):
-            stop = min(start + most, self.shape[0])
+        for start, stop in pairwise(self.pieces.row_bounds(self.name)):
             rows = torch.empty(stop - start, *widths, dtype=self.dtype)
             self.pieces.read(self.name, (slice(start, stop), *columns), rows)
             yield self.order.ids(start, stop), rows
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object in a folder of another program."""
+
+    name: str
+    pieces: _StoredPieces
+    weights_only: bool | None
+
+    def read(self) -> Any:
+        """Return the object."""
+        planner = _ObjectPlanner(self.name, self.weights_only)
+        self.pieces.run(planner)
+        return planner.found
 
 
 def materialized(tree: Any) -> Any:
@@ -369,6 +456,21 @@ class _LoadPlanner(DefaultLoadPlanner):
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._into
+
+
+class _ObjectPlanner(DefaultLoadPlanner):
+    def __init__(self, name: str, weights_only: bool | None) -> None:
+        super().__init__()
+        self._index, self._weights_only, self.found = MetadataIndex(name), weights_only, None
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        nowhere = torch.Size((0,))
+        return LoadPlan([ReadItem(LoadItemType.BYTE_IO, self._index, nowhere, self._index, nowhere, nowhere)])
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.checkpoint import remote_files
+from lightning_freescale.checkpoint.held_files import VERSION
 from lightning_freescale.checkpoint.remote_files import Location
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensors
 
@@ -27,7 +28,7 @@ _IS_FOLDER = 16  # an attribute of a record; torch does not read a record with i
 _PART_BYTES = 1 << 26
 _OF_DAMAGE = {None, errno.EINVAL, errno.ENOENT}
 """``errno`` of an OSError by damage: None from a decompressor, EINVAL for offsets outside the file, ENOENT for a lost file."""
-_SHARED = ("state_dict", "optimizer_states", "current_model_state")
+_SHARED = ("state_dict", "optimizer_states", "current_model_state", "freescale_converted")
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
 
@@ -58,9 +59,9 @@ def save(checkpoint: Mapping[str, Any], file: Any, deferred: Deferral) -> None:
 
 
 def read(path: Path, weights_only: bool | None) -> Any:
-    """Read a checkpoint; weights and optimizer states stay in the mapped file, other entries are in memory."""
+    """Read a checkpoint; weights and optimizer states stay in the mapped file, other entries of the Trainer are in memory."""
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or VERSION not in found:
         return found
     # a callback may keep its entries while the file is overwritten
     cloned = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)

@@ -99,7 +99,8 @@ def loaded_state(
     for shard in shards:
         if shard.table.key in weights:
             _read(weights[shard.table.key], shard, shard.weight)
-    return {**whole, **{name: value for name, value in held.items() if name in whole or name in names}}
+    dense = materialized({name: value for name, value in whole.items() if name not in names})
+    return {**whole, **dense, **{name: value for name, value in held.items() if name in whole or name in names}}
 
 
 def _refuse_another_module(module: nn.Module, tables: ShardedTables, whole: Mapping[str, Any], strict: bool) -> None:

@@ -16,6 +16,7 @@ COMMANDS = {  # name: (module in this package, help)
     "simulate": ("simulate", "predict the gain of each technique on more ranks than you have"),
     "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict the gain"),
     "profile": ("profile", "profile a Lightning script; show and compare bubble reports, and write them as a page"),
+    "convert": ("checkpoints", "convert a checkpoint of a TorchRec loop for ckpt_path="),
     "consolidate": ("checkpoints", "extract the weights of a checkpoint for the plain module; convert a folder to a file"),
     "explain": ("explain", "print what the documentation says about an error or a warning"),
     "changes": ("checkpoints", "extract the rows that differ in a later checkpoint"),

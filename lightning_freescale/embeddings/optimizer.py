@@ -123,6 +123,19 @@ class TableOptimizer:
         return cls(_FUSED.get(kind, kind), followed_options(optimizer, group), group, initial, without_fused)
 
 
+def state_shapes(kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of an optimizer's states for a parameter, except the number of updates; None if they are unknown."""
+    if issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return dict.fromkeys(names if options.get("amsgrad") else names[:2], shape)
+    found = {
+        torch.optim.SGD: {"momentum_buffer": shape} if options.get("momentum") else {},
+        torch.optim.Adagrad: {"sum": shape},
+        RowWiseAdagrad: {"sum": (shape[0], 1)},
+    }
+    return found.get(kind)
+
+
 def followed_options(optimizer: Optimizer, group: int) -> dict[str, float]:
     """Return the current options of a parameter group that its tables use, by FBGEMM's names."""
     settings = optimizer.param_groups[group]

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import (
     Trainer,
+    TrainerFn,
     around_save_checkpoint,
     ended_inside_epoch,
     has_plugin,
@@ -23,7 +24,7 @@ from lightning_freescale._lightning.loops import (
     start_next_epoch,
     warn_of_what_is_missing,
 )
-from lightning_freescale.checkpoint import unsharded
+from lightning_freescale.checkpoint import other_programs, unsharded
 from lightning_freescale.checkpoint.run_state import (
     gather_accumulated,
     gather_random_states,
@@ -135,10 +136,20 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             weights_only = self.files.weights_only
         if not has_plugin(self.checkpoint_io):
             found = self.files.read(checkpoint_path, weights_only, self.trainer)
+            if converted := found.get(other_programs.CONVERTED):
+                if self.trainer.state.fn != TrainerFn.FITTING:
+                    rank_zero_warn(other_programs.notice(found, converted["left_out"], fits=False))
+                return self._renamed(found, checkpoint_path)
             warn_of_what_is_missing(found, _EXTRA, self.trainer)
             return found
         options = {} if weights_only is None else {"weights_only": weights_only}
         return super().load_checkpoint(checkpoint_path, **options)
+
+    def _renamed(self, found: dict[str, Any], path: Any) -> dict[str, Any]:
+        """Return a converted checkpoint with the names of the module."""
+        module: Any = self.lightning_module
+        names = dict.fromkeys(module.state_dict()) | (self.tables.state_dict_keys() if self.tables is not None else {})
+        return other_programs.rename_keys(found, type(module).__name__, [*names], module.strict_loading, path)
 
     def _accumulated(self) -> list[dict[str, Any]]:
         """Return the gradients accumulated for the next optimizer step; Lightning drops them at the end of an epoch."""
@@ -178,6 +189,11 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if other_programs.CONVERTED in checkpoint:
+            checkpoint, left_out = other_programs.with_optimizer_states(
+                checkpoint, self.trainer.lightning_module, self.optimizers, self.tables, self.groups
+            )
+            rank_zero_warn(other_programs.notice(checkpoint, left_out, fits=True))
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         self._restored_order = extra.get("bucket_order", [])
