@@ -59,7 +59,7 @@ class HeldFiles(FileSystem):
             self._open[name] = os.open(place, os.O_RDONLY, dir_fd=self._open[WHOLE])
 
     def listed(self) -> tuple[str, list[str]]:
-        """Return the subfolder and file names of the manifest. Without a readable manifest, return the files of a DCP folder."""
+        """Return the subfolder and file names of the manifest; without a readable one, the files of a DCP folder."""
         with suppress(ValueError, LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError):
             content = json.loads((self / MANIFEST).read_bytes())
             return content.get("folder", ""), [*content["files"]]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,10 +28,7 @@ CONVERTED = "freescale_converted"
 """The entry of a converted checkpoint with its former format, the optimizer states by parameter, and what is left out."""
 _MODELS = ("state_dict", "model", "module")
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
-_EXPORT = (
-    "write the entries to one file with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE', save "
-    "only the state dict of the model with torch.save, and run 'freescale convert FILE TARGET'"
-)
+_TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
 
 
 def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str, Any]:
@@ -48,9 +45,10 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     kind = "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
     if not weights or not all(isinstance(value, (Tensor, StoredTensor)) for value in weights.values()):
         raise ValueError(
-            f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model, that is only tensors, alone "
-            f"or as the entry {', '.join(_MODELS)}. It has the entries {', '.join(map(str, found))}. To load a part of it, "
-            f"{_EXPORT}."
+            f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model: a state dict has only "
+            f"tensors, alone or as the entry {', '.join(_MODELS)}, but the entries are {', '.join(map(str, found))}. Write a "
+            f"file with '{_TO_FILE} FOLDER FILE', save only the state dict with torch.save, and load this file or run "
+            "'freescale convert FILE TARGET'."
         )
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in weights):
@@ -61,7 +59,13 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     ]
     converted = {"format": kind, "optimizer_states": states, "left_out": left_out}
     # Lightning resumes a fit only if a checkpoint has lists for optimizers and schedulers
-    return {"state_dict": weights, "optimizer_states": [], "lr_schedulers": [], VERSION: version("lightning"), CONVERTED: converted}
+    return {
+        "state_dict": weights,
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        VERSION: version("lightning"),
+        CONVERTED: converted,
+    }
 
 
 def _model_of(entries: Mapping[str, Any]) -> str:
@@ -122,7 +126,8 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
     for name in expected:
         for start, end in enumerate(_ends(name)):
             beginnings[end].append(name.split(".")[:start])
-    common = commonprefix([name.split(".")[:-1] for name in weights])
+    columns = zip(*(name.split(".")[:-1] for name in weights))
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
     matches: Counter[tuple[int, str]] = Counter()  # by the number of parts to remove, and the prefix to add
     for name in weights:
         for removed, end in enumerate(_ends(name)[: len(common) + 1]):
@@ -137,9 +142,10 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
     if not most or len(best) > 1 or (strict and wrong):
         several = f"several prefixes are possible, {', '.join(repr(prefix) for _, prefix in best)}" if len(best) > 1 else wrong
         raise ValueError(
-            f"the keys of {path}, such as {next(iter(weights))}, cannot be those of {module}, such as {next(iter(expected))}: "
-            f"{several}. Rename the keys of the state dict with torch.load and torch.save, and pass the new file. With "
-            "strict_loading=False in the LightningModule, only the keys that both have are loaded."
+            f"{path} was {converted['format']}, whose keys, such as {next(iter(weights))}, are not those of {module}, such as "
+            f"{next(iter(expected))}: {several}. Write a file with 'freescale convert {path} FILE' or, from a folder, with "
+            f"'{_TO_FILE} FOLDER FILE', rename the keys of its state dict with torch.load and torch.save, and load this file. "
+            "With strict_loading=False in the LightningModule, only the keys that both have are loaded."
         )
     states = {names[name]: value for name, value in converted["optimizer_states"].items()}
     renamed = {names[name]: value for name, value in weights.items()}
@@ -158,16 +164,18 @@ def with_optimizer_states(
     steps = {int(each["step"]) for each in states.values() if "step" in each}
     step = steps.pop() if len(steps) == 1 else None
 
-    def fitting(name: str, expected: Mapping[str, tuple[int, ...]] | None, counts: bool) -> dict[str, Any]:
-        """Return the states of a parameter with the number of updates; empty if they are not as expected.
+    def fitting(
+        name: str, shape: tuple[int, ...], kind: Any, options: Mapping[str, Any], counted: Iterable[str]
+    ) -> dict[str, Any]:
+        """Return the states of a parameter with the number of updates; empty if the optimizer ``kind`` has other states.
 
-        ``counts`` tells whether the updates depend on their number.
+        An optimizer with one of the states ``counted`` needs the number of updates.
         """
-        found = dict(states.get(name, {}))
+        found, expected = dict(states.get(name, {})), state_shapes(kind, options, shape)
         given = found.pop("step", step)
         if {key: tuple(value.shape) for key, value in found.items()} != expected:
             left_out.append(f"{' and '.join(found) or 'optimizer states'} of {name}")
-        elif counts and given is None:
+        elif given is None and not found.keys().isdisjoint(counted):
             left_out.append(f"{' and '.join(found)} of {name}, because the number of updates is missing")
         elif expected:
             return found if given is None else {**found, "step": torch.tensor(float(given))}
@@ -178,8 +186,8 @@ def with_optimizer_states(
         state = optimizer.state_dict()
         every = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
         for index, (group, parameter) in enumerate(every):
-            shapes = state_shapes(type(optimizer), group, tuple(parameter.shape))
-            if found := fitting(names[parameter], shapes, counts=bool(shapes) and "momentum_buffer" not in shapes):
+            # torch's Adagrad stores the number of its updates, and FBGEMM's does not
+            if found := fitting(names[parameter], tuple(parameter.shape), type(optimizer), group, ("exp_avg", "sum")):
                 state["state"][index] = found
         saved.append(state)
     if tables is None or groups is None:
@@ -188,8 +196,7 @@ def with_optimizer_states(
     for table in tables.tables:
         kind = groups.optimizers[table.key].fused_class if table.key in groups.optimizers else torch.optim.SGD
         name = next((name for name, key in keys.items() if key == table.key and name in states), table.key)
-        shapes = state_shapes(kind, {}, (table.rows, table.dim))
-        of_tables[table.key] = fitting(name, shapes, counts=shapes is not None and "exp_avg" in shapes)
+        of_tables[table.key] = fitting(name, (table.rows, table.dim), kind, {}, ("exp_avg",))
     updates = {key: int(each.get("step", 0)) for key, each in of_tables.items()}
     in_backward = {key: of_tables.pop(key) for key in groups.in_backward}
     in_groups = {key: each for key, each in of_tables.items() if each}

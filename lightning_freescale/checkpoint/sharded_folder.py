@@ -196,7 +196,7 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
 
 def _read_of_torch(folder: HeldFiles, weights_only: bool | None) -> dict[str, Any]:
     """Read a folder that another program has written with DCP; large tensors and all objects stay in the folder."""
-    pieces, found = _StoredPieces(folder), {}
+    pieces, found = _StoredPieces(folder), dict[str, Any]()
     for name, stored in pieces.metadata.state_dict_metadata.items():
         path = (pieces.metadata.planner_data or {}).get(name, (name,))
         if isinstance(stored, BytesStorageMetadata):

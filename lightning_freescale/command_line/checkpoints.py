@@ -82,7 +82,9 @@ def _convert(checkpoints: list[dict[str, Any]], options: argparse.Namespace) -> 
     (checkpoint,) = checkpoints
     write_file(checkpoint, options.target)
     converted = checkpoint.get(CONVERTED, {"left_out": [], "optimizer_states": {}})
-    states = f"the optimizer states of {len(converted['optimizer_states'])} parameters" if CONVERTED in checkpoint else "the rest"
+    states = (
+        f"the optimizer states of {len(converted['optimizer_states'])} parameters" if CONVERTED in checkpoint else "the rest"
+    )
     wrote = f"wrote {len(checkpoint['state_dict'])} tensors and {states}, {_megabytes(options.target)}, to {options.target}"
     return "\n".join([*(f"left out: {name}" for name in converted["left_out"]), wrote])
 

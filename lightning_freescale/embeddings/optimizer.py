@@ -123,12 +123,14 @@ class TableOptimizer:
         return cls(_FUSED.get(kind, kind), followed_options(optimizer, group), group, initial, without_fused)
 
 
-def state_shapes(kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
+def state_shapes(
+    kind: type[Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of an optimizer's states for a parameter, except the number of updates; None if they are unknown."""
     if issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return dict.fromkeys(names if options.get("amsgrad") else names[:2], shape)
-    found = {
+    found: dict[type[Optimizer], dict[str, tuple[int, ...]]] = {
         torch.optim.SGD: {"momentum_buffer": shape} if options.get("momentum") else {},
         torch.optim.Adagrad: {"sum": shape},
         RowWiseAdagrad: {"sum": (shape[0], 1)},

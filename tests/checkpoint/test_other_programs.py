@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.checkpoint.conversion import read_checkpoint
+from lightning_freescale.checkpoint.other_programs import CONVERTED, rename_keys
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import assert_same
@@ -119,3 +121,102 @@ def test_bare_state_dicts_load_in_every_form(made: Loop, tmp_path: Path) -> None
         assert ["epoch" in each for each in said] == [name == "dcp"], said
     ours = run_distributed(_resume, 2, made.folder / "bare.pt")[0]
     assert len(ours["said"]) == 1 and "optimizer states of net.embeddings.embeddings.item.weight" in ours["said"][0]
+
+
+# -- names
+
+
+def _renamed(weights: list[str], expected: list[str], strict: bool = True) -> list[str]:
+    given = {"state_dict": dict.fromkeys(weights), CONVERTED: {"format": "a file", "optimizer_states": {weights[0]: {}}}}
+    found = rename_keys(given, "Model", expected, strict, "a.pt")
+    assert list(found[CONVERTED]["optimizer_states"]) == list(found["state_dict"])[:1]
+    return list(found["state_dict"])
+
+
+def test_keys_may_differ_by_a_prefix() -> None:
+    model = ["net.embeddings.item.weight", "net.over.weight"]
+    for prefix in ("", "net.", "model.", "module.", "_dmp_wrapped_module.module.", "net.net.", "a.b.net."):
+        assert _renamed([f"{prefix}embeddings.item.weight", f"{prefix}over.weight"], model) == model, prefix
+    assert _renamed(["model.a", "model.b"], ["a", "b"]) == ["a", "b"]
+    assert _renamed(["a.a.w"], ["a.w"]) == ["a.w"]
+    assert _renamed(["x.w"], ["one.w", "x.w"], strict=False) == ["x.w"], "the same names are better than another prefix"
+    assert _renamed(["w", "extra"], ["net.w", "net.v"], strict=False) == ["net.w", "net.extra"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected", "strict", "said"),
+    [
+        (
+            ["a", "b"],
+            ["net.a", "net.b", "scale"],
+            True,
+            "a.pt.*such as a,.*such as net.a: missing keys scale.*freescale convert",
+        ),
+        (["net.a", "net.b"], ["a"], True, "unexpected keys b"),
+        (["a"], ["query.a", "item.a"], False, "several prefixes are possible, 'query.', 'item.'"),
+        (["a"], ["b"], False, "missing keys b; unexpected keys a.*dcp_to_torch"),
+    ],
+)
+def test_other_names_are_refused(weights: list[str], expected: list[str], strict: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){said}"):
+        _renamed(weights, expected, strict)
+
+
+# -- what is not a checkpoint
+
+
+def _damage_of(name: str, folder: Path) -> Path:
+    """Write a folder or file that cannot be loaded, and return its path."""
+    path = folder / name
+    table = torch.arange(12.0).view(6, 2)
+    if name == "no model":
+        dcp.save({"app": {"tables": {"a": table}, "count": 3}}, checkpoint_id=path, no_dist=True)
+    elif name == "an object":
+        dcp.save({"model": {"a": table, "b": Path("b")}}, checkpoint_id=path, no_dist=True)
+    elif name == "twice":
+        optimizers = {each: {"state": {"a": {"sum": table}}} for each in ("first", "second")}
+        torch.save({"model": {"a": table}, **optimizers}, path)
+    else:
+        dcp.save({"model": {"a": table}}, checkpoint_id=path, no_dist=True)
+        (file,) = path.glob("*.distcp")
+        file.unlink() if name == "lost file" else file.write_bytes(file.read_bytes()[:-100])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no model", "folder of torch.distributed.checkpoint.*entries are app.*dcp_to_torch.*freescale convert"),
+        ("an object", "folder of torch.distributed.checkpoint.*entries are model"),
+        ("twice", "states of a in two optimizers.*second"),
+        ("lost file", "incomplete.*distcp is missing"),
+        ("cut file", "incomplete.*distcp has .* bytes instead of"),
+    ],
+)
+def test_what_cannot_be_loaded_names_the_format_and_what_helps(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"(?s){said}") as refused:
+        read_checkpoint(_damage_of(name, tmp_path))
+    assert ("damaged" in str(refused.value)) == name.endswith("file")
+
+
+def test_optimizer_states_without_names_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Save a folder of nested entries, with an optimizer of torch, a schedule and an object that is not read."""
+    module = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(2)).sum().backward()
+    optimizer.step()
+    entries = {"model": module.state_dict(), "dense": optimizer.state_dict(), "schedule": {"last": 3}, "where": Path("a")}
+    dcp.save({"app": entries}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save({"app": {**entries, "where": "a"}}, tmp_path / "file.pt")
+    for name in ("dcp", "file.pt"):
+        target = tmp_path / f"{name}.ckpt"
+        main(["convert", str(tmp_path / name), str(target)])
+        printed = capsys.readouterr().out
+        assert [
+            word in printed
+            for word in ("left out: dense (its states have numbers", "left out: schedule\n", "left out: where\n")
+        ]
+        assert_same(torch.load(target, weights_only=True)["state_dict"], dict(module.state_dict()))
+        with pytest.raises(SystemExit):
+            main(["convert", str(tmp_path / name), str(target)])
+        assert "exists. Pass another target\n" in capsys.readouterr().err
