@@ -6,18 +6,18 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.comm.collectives.auto_transport import ProofDevice, settle_transport
+from lightning_freescale.comm.collectives.auto_transport import settle_transport
 from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
 from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.work import CoalescedWork, FinishedWork, TransferWork
+from lightning_freescale.comm.collectives.work import FinishedWork, TransferWork
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
@@ -34,30 +34,17 @@ os.register_at_fork(after_in_child=gc.freeze)
 # with gloo's own thread.
 _DELEGATED = (
     *("broadcast", "reduce", "gather", "gather_single", "gather_into_tensor", "scatter", "allreduce_coalesced"),
+    *("allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
     *("send", "recv", "recv_anysource", "barrier"),
 )
 # torch runs these in C++ without the lane. It would create groups without a lane from the backends of this group, or call hooks
-# for the delegated collectives only.
+# for the delegated collectives only. The messages of a monitored barrier could be mixed up with those of the lane.
 _REFUSED = (
     *("split_group", "merge_remote_group", "new_window", "get_reconfigure_handle", "reconfigure"),
-    *("register_pre_hook", "register_post_hook", "register_abort_hook"),
+    *("register_pre_hook", "register_post_hook", "register_abort_hook", "monitored_barrier"),
 )
-_C10D_ARGUMENT_NAMES = {
-    **dict.fromkeys(("output_tensor", "output_tensors", "output_lists", "outputs"), "output"),
-    **dict.fromkeys(("input_tensor", "input_tensors", "input_list", "inputs"), "input"),
-    "timeout": "opts",
-}
-"""Our argument names by those of torch, which differ from method to method."""
-
-
-def _accept_c10d_argument_names(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **{_C10D_ARGUMENT_NAMES.get(name, name): value for name, value in kwargs.items()})
-
-    return renamed
 
 
 class ProcessGroupFreeScale(dist.ProcessGroup):
@@ -86,7 +73,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
             self._backends = NativeBackends(self, backend_opts, self._executor)
             self.inner = self._backends.inner
             if options.transport == "auto" and auto_candidates(self._executor.topology):
-                settle_transport(backend_opts, self._executor, self._backends, ProofDevice.from_cuda)
+                settle_transport(backend_opts, self._executor, self._backends)
             if self.moves_by_nccl and self._backends.nccl is None:
                 self._backends.register_nccl()  # torch connects it as soon as the group is created
         except BaseException as error:
@@ -123,7 +110,6 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         # torch treats tensors as CPU tensors if the name is "gloo"
         return BACKEND if torch.cuda.is_available() else "gloo"
 
-    @_accept_c10d_argument_names
     def all_to_all_single(
         self,
         output: Tensor,
@@ -139,57 +125,30 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         incoming = partial(RankBuffers.from_tensor, "output", output, output_split_sizes)
         return self._collective("all_to_all_single", outgoing, incoming, [output], opts)
 
-    @_accept_c10d_argument_names
     def alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
         """Send tensor ``r`` of the inputs to rank ``r``, as ``dist.all_to_all`` does."""
-        if self._is_native(*input[:1]):
-            nccl = self._backends.uses_nccl and any(tensor.is_cuda for tensor in input)
-            return self._native("alltoall", output, input, opts) if nccl else self._gloo_alltoall(output, input, opts)
+        if self._is_native(*input[:1]) and self._backends.uses_nccl and any(tensor.is_cuda for tensor in input):
+            return self._native("alltoall", output, input, opts)  # gloo requires tensors of equal size
         outgoing = partial(RankBuffers.from_tensors, "input", input)
         incoming = partial(RankBuffers.from_tensors, "output", output)
         return self._collective("all_to_all", outgoing, incoming, output, opts)
 
-    @_accept_c10d_argument_names
     def allgather(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Gather a tensor of every rank in a list, as ``dist.all_gather`` does."""
         outputs, inputs = (output, input) if isinstance(input, list) else ([output], [input])
         if self._is_native(*inputs):
             return self._native("allgather", outputs, inputs, opts)
-        if len(inputs) != 1 or len(outputs) != 1:
-            reason = f"{len(outputs)} lists of outputs for {len(inputs)} inputs: pass one of each"
-            return self._refuse("all_gather", reason, opts)
-        outgoing = partial(RankBuffers.from_repeated, inputs[0])
-        incoming = partial(RankBuffers.from_tensors, "output", outputs[0])
-        return self._collective("all_gather", outgoing, incoming, outputs[0], opts)
+        outgoing = partial(RankBuffers.from_tensors, "input", inputs * self.size())
+        gathered = [tensor for of_input in outputs for tensor in of_input]
+        incoming = partial(RankBuffers.from_tensors, "output", gathered)
+        return self._collective("all_gather", outgoing, incoming, gathered, opts)
 
-    @_accept_c10d_argument_names
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather a tensor of every rank in one tensor, as ``dist.all_gather_into_tensor`` does."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
         outgoing, incoming = partial(RankBuffers.from_repeated, input), partial(RankBuffers.from_tensor, "output", output, None)
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
-
-    @_accept_c10d_argument_names
-    def all_gather_single_coalesced(self, output: list[Tensor], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Run several :meth:`all_gather_single` and return one Work."""
-        if not input or len(output) != len(input):
-            reason = f"{len(output)} outputs for {len(input)} inputs: pass one for each, and at least one"
-            return self._refuse("all_gather_single", reason, opts, *input)
-        return CoalescedWork([self.all_gather_single(*pair, opts) for pair in zip(output, input, strict=True)], output)
-
-    @_accept_c10d_argument_names
-    def allgather_coalesced(self, output: list[list[Tensor]], input: list[Tensor], opts: Any = None) -> dist.Work:
-        """Run several :meth:`allgather` and return one Work. ``output`` has a list per rank with a tensor per input."""
-        if not input or [len(row) for row in output] != [len(input)] * self.size():
-            reason = (
-                f"lists of {[len(row) for row in output]} outputs for {self.size()} ranks and {len(input)} inputs: pass a list "
-                "per rank with an output for each input, and at least one input"
-            )
-            return self._refuse("all_gather", reason, opts, *input)
-        columns = [list(column) for column in zip(*output, strict=True)]
-        works = [self.allgather([column], [tensor], opts) for column, tensor in zip(columns, input, strict=True)]
-        return CoalescedWork(works, [tensor for row in output for tensor in row])
 
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
         """Reduce as ``dist.all_reduce`` does, and also average integers, as Lightning requires of backends other than gloo."""
@@ -252,12 +211,6 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         elif self._executor.transport is None and not self._executor.topology.find_lacking("gpu"):
             self._backends.connect_gloo("connect")
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ValueError, because its messages could be mixed up with those of the lane."""
-        raise ValueError(
-            "freescale monitored_barrier: pass a group of backend 'gloo'. Collectives of this group name a late rank"
-        )
-
     def wait_for_pending_works(self) -> None:
         """Complete the submitted collectives, and end the thread until the next one."""
         self._executor.wait_for_pending_works()
@@ -286,36 +239,6 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
     def _native(self, name: str, *args: Any, **kwargs: Any) -> dist.Work:
         return self._backends.call(name, *(argument for argument in args if argument is not None), **kwargs)
 
-    def _gloo_alltoall(self, output: list[Tensor], input: list[Tensor], opts: Any) -> dist.Work:
-        """Run the all-to-all as one tensor, because gloo requires tensors of equal size."""
-        outgoing, incoming = (
-            RankBuffers.from_tensors(what, tensors, self.size()).buffers
-            for what, tensors in (("input", input), ("output", output))
-        )
-        sizes = [len(part) for part in incoming]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=outgoing[0].device)
-        native = self._native("alltoall_base", received, torch.cat(outgoing), sizes, [len(part) for part in outgoing], opts)
-
-        def unpack() -> None:
-            with torch.inference_mode():  # the outputs may be inference tensors
-                for part, came in zip(incoming, received.split(sizes)):
-                    part.copy_(came)
-
-        work = FinishedWork(native, output, unpack)
-        if not getattr(opts, "asyncOp", True):
-            work.wait()
-        return work
-
-    def _refuse(self, name: str, reason: str, opts: Any, *tensors: Tensor) -> dist.Work:
-        """Raise ValueError on this rank, and an error on the other ranks unless torch's own backend runs the collective."""
-        if self._is_native(*tensors):
-            raise ValueError(f"freescale {name}: {reason}")
-
-        def fail(ranks: int) -> RankBuffers:
-            raise ValueError(reason)
-
-        return self._collective(name, fail, fail, [], opts)
-
     def _collective(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, results: list[Tensor], opts: Any
     ) -> dist.Work:
@@ -342,7 +265,6 @@ for _old, _new in (  # torch has renamed methods, and calls both names
     ("allreduce", "_all_reduce"),
     ("alltoall_base", "all_to_all_single"),
     ("_allgather_base", "all_gather_single"),
-    ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 ):
     setattr(ProcessGroupFreeScale, _old, getattr(ProcessGroupFreeScale, _new))
 for _names, _method in ((_DELEGATED, _delegate), (_REFUSED, _refuse_by_name)):

@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import process_group
 from lightning_freescale.comm.collectives import auto_transport
-from lightning_freescale.comm.collectives.auto_transport import ProofDevice, gather_over, settle_transport
+from lightning_freescale.comm.collectives.auto_transport import ProofDevice, settle_transport
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import TransportRefused
 from lightning_freescale.testing import run_distributed
@@ -37,7 +37,8 @@ def _settled(group: Any, candidates: tuple[str, ...] = ("host",), native_is_slow
     kind = _SlowNative if native_is_slow else auto_transport.Proof
     auto_transport.Proof = partial(kind, largest_bytes=200_000, typical_bytes=30_000, late_seconds=0.05)
     device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
-    settle_transport(group._backends._opts, group._executor, group._backends, lambda: device)
+    auto_transport.ProofDevice = SimpleNamespace(from_cuda=lambda: device)
+    settle_transport(group._backends._opts, group._executor, group._backends)
     return "native" if group._executor.transport is None else type(group._executor.transport).__name__
 
 
@@ -127,7 +128,8 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
     def run() -> Any:
         pretend_cuda(f"gpu {dist.get_rank()}", visible=1)
         told, seen = messages_of("lightning_freescale"), []
-        process_group.ProofDevice.from_cuda = lambda: seen.append("device") or ProofDevice(CUDA, compute=None, synchronize=None)
+        device = ProofDevice(CUDA, compute=None, synchronize=None)
+        auto_transport.ProofDevice = SimpleNamespace(from_cuda=lambda: seen.append("device") or device)
 
         def prove(opts: Any, lane: Any, backends: Any, *rest: Any) -> Any:
             backends.register_nccl()
@@ -153,13 +155,16 @@ def test_groups_with_gpus_try_and_hidden_gpus_are_told() -> None:
 
 def test_ranks_gather_values_of_any_length_and_miss_a_rank_that_does_not_come() -> None:
     def run() -> Any:
-        gloo, rank = make_group(timeout=2.0)._executor.p2p.open(), dist.get_rank()
-        said = gather_over(gloo, {"error": "\U0001f600" * 5000 * rank, "value": 1 / 3})
+        p2p, rank = make_group(timeout=2.0)._executor.p2p, dist.get_rank()
+        said = p2p.gather_json({"error": "\U0001f600" * 5000 * rank, "value": 1 / 3})
         begun = time.monotonic()
         if rank == 0:
-            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-                gather_over(gloo, "rank 1 does not come")
+            with pytest.raises(dist.DistBackendError, match="rank 1 did not respond within the timeout of 2 s"):
+                p2p.gather_json("rank 1 does not come")
         dist.barrier()
+        if rank == 1:
+            with pytest.raises(dist.DistBackendError, match="rank 0 has given up: rank 1 did not respond"):
+                p2p.gather_json("rank 1 comes late")
         return [(len(each["error"]), each["value"]) for each in said], rank or 1 < time.monotonic() - begun < 30
 
     assert run_distributed(run, 2) == [([(0, 1 / 3), (5000, 1 / 3)], True), ([(0, 1 / 3), (5000, 1 / 3)], 1)]

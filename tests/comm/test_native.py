@@ -203,7 +203,7 @@ def test_gloo_that_is_lazy_names_the_rank_that_does_not_come() -> None:
         return told
 
     (text,) = run_distributed(run, 2)[0]
-    assert text.startswith("freescale allreduce: gloo ") and "rank 1 did not respond within 1 s" in text
+    assert text.startswith("freescale allreduce: gloo ") and "rank 1 did not respond within the timeout of 1 s" in text
 
 
 def test_messages_of_users_do_not_meet_those_of_the_lane_and_a_tag_is_refused_that_could() -> None:

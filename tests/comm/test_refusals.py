@@ -74,19 +74,13 @@ SENT_AS_LISTS: dict[str, tuple[Call, str]] = {
 }
 GATHERED: dict[str, tuple[Call, str]] = {
     "too few to gather": (_gathered(_ones(2), _parts(1)), "1 output"),
-    "no lists to gather": (_raw("allgather", [], []), "0 inputs"),
-    "no list to gather": (_raw("allgather", [], _parts(1)), "1 inputs"),
-    "nothing to gather": (_raw("allgather", [[]], []), "0 inputs"),
-    "two tensors to gather": (_raw("allgather", [_parts(2), _parts(2)], _parts(2)), "2 inputs"),
-    "no lists at all": (_raw("allgather_coalesced", [], []), "[]"),
-    "lists of nothing": (_raw("allgather_coalesced", [[], []], _parts(1)), "[0, 0]"),
-    "a list too few": (_raw("allgather_coalesced", [_parts(1)], _parts(1)), "[1]"),
+    "no list to gather": (_raw("allgather", [], _parts(1)), "0 output"),
+    "nothing to gather": (_raw("allgather", [[]], []), "0 input"),
+    "two tensors to gather": (_raw("allgather", [_parts(2), _parts(2)], _parts(2)), "4 input"),
     "an own part that is larger": (_gathered(_ones(2), [_ones(2), _ones(3)]), "12"),
     "a strided tensor to gather": (_gathered(STRIDED, _parts(2)), "input"),
 }
 GATHERED_INTO: dict[str, tuple[Call, str]] = {
-    "no outputs to gather into": (_raw("allgather_into_tensor_coalesced", [], _parts(1)), "0 outputs"),
-    "no pairs to gather": (_raw("allgather_into_tensor_coalesced", [], []), "0 inputs"),
     "an output that ranks cannot share": (_into(_ones(2), _ones(5)), "length 5"),
     "an output for larger parts": (_into(_ones(2), _ones(6)), "12"),
 }

@@ -6,7 +6,6 @@ on all ranks, and all ranks reach the same verdict.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import defaultdict
@@ -33,8 +32,6 @@ Wait = Callable[[float], object]
 """A function that waits for at most the given seconds, and raises the error of the exchange, or TimeoutError."""
 AllToAll = Callable[[Tensor, Tensor, list[int], list[int]], Wait]
 """A function that starts an all-to-all. Its arguments are the received tensor, the sent tensor, and the part sizes of each."""
-Gather = Callable[[Any], list[Any]]
-"""A function that returns the JSON values of all ranks."""
 _MOST_SECONDS = 60.0
 """The time limit of a candidate's trial, unless half the timeout of the group is less."""
 _verdicts: dict[tuple[Any, ...], str] = {}
@@ -42,26 +39,22 @@ _verdicts: dict[tuple[Any, ...], str] = {}
 _log = logging.getLogger(__name__)
 
 
-def settle_transport(
-    backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, make_device: Callable[[], ProofDevice]
-) -> None:
+def settle_transport(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends) -> None:
     """Set up the transport of an ``"auto"`` lane for CUDA tensors if one passes its trial. Collective. Not tested on GPU.
 
     Each candidate runs on a separate lane, so a failure ends only that lane. The first rank of the group logs the verdict.
-    ``make_device`` is called only if a trial is needed.
     """
     topology, first = lane.topology, backend_opts.group_rank == 0
     sizes = lane.options.chunk_bytes, lane.options._max_ctas
     key = topology.ranks, tuple(each.gpu for each in topology.hardware), sizes, lane.options.priority
-    gather = partial(gather_over, lane.p2p.open())
-    known = set(gather(_verdicts.get(key, "")))
+    known = set(lane.p2p.gather_json(_verdicts.get(key, "")))
     if len(known) > 1 or known == {""}:  # the trial needs all ranks, including those that have a verdict
         alone = topology.find_alone()
         if first and alone and all(refusal(kind, topology) for kind in ("peer", "two-level")):
             _warn_of_hidden_gpus(alone)
         with backends.hiding_nccl():
-            device = make_device()
-            verdict = _prove(backend_opts, lane, backends, device, gather)
+            device = ProofDevice.from_cuda()
+            verdict = _prove(backend_opts, lane, backends, device)
             device.release()
         _verdicts[key] = verdict.chosen
         if first:
@@ -75,23 +68,7 @@ def settle_transport(
             _log.warning("transport='auto' uses torch's own backend for this lane: %s", error)
 
 
-def gather_over(gloo: Any, mine: Any) -> list[Any]:
-    """Return the JSON values of all ranks over the lane's connections, which have a timeout, unlike a stopped store."""
-
-    def everyone(sent: Tensor) -> list[Tensor]:
-        came = [torch.empty_like(sent) for _ in range(gloo.size())]
-        gloo.allgather([came], [sent]).wait()
-        return came
-
-    content = json.dumps(mine).encode()
-    most = int(max(everyone(torch.tensor([len(content)]))))
-    padded = torch.frombuffer(bytearray(content.ljust(most)), dtype=torch.uint8)
-    return [json.loads(each.numpy().tobytes()) for each in everyone(padded)]
-
-
-def _prove(
-    backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice, gather: Gather
-) -> Verdict:
+def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends, device: ProofDevice) -> Verdict:
     trials: dict[str, CollectiveExecutor] = {}
     refused: dict[str, str] = {}
     limit = min(_MOST_SECONDS, backend_opts.timeout.total_seconds() / 2)  # a rank waits longer for another one
@@ -112,7 +89,7 @@ def _prove(
             device=device,
             rank=backend_opts.group_rank,
             ranks=list(lane.topology.ranks),
-            gather=gather,
+            gather=lane.p2p.gather_json,
             limit=limit,
             chunk_bytes=lane.options.chunk_bytes,
         ).run()
@@ -206,7 +183,7 @@ class Proof:
     device: ProofDevice
     rank: int
     ranks: list[int]  # the global rank of every rank, for errors
-    gather: Gather
+    gather: Callable[[Any], list[Any]]  # returns the JSON values of all ranks
     limit: float  # the time limit of a candidate for all exchanges, in seconds
     chunk_bytes: int  # the chunk size of the lane; the trial has parts of this size and of one byte more or less
     largest_bytes: int = 64 * _MIB  # the size of the largest part, and the approximate size of an exchange

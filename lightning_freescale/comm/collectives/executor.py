@@ -57,8 +57,8 @@ class CollectiveExecutor:
         self._handshake = CollectiveHandshake(self.p2p)
         self._worker = WorkerThread(f"freescale lane {self._name}")
         self._host = HostTransport(self.p2p, options)
-        self._topology_store = dist.PrefixStore("topology", store)
-        self.topology = gather_topology(options, self.p2p, self._topology_store, self._timeout)
+        self._transport_store = dist.PrefixStore("transport", store)
+        self.topology = gather_topology(options, self.p2p)
         self.transport: Transport | None = None
         if options.transport != "auto":  # "auto" uses torch's own backend until another transport has passed its trial
             self.set_up_transport(options.transport)
@@ -70,7 +70,7 @@ class CollectiveExecutor:
 
     def set_up_transport(self, kind: str) -> None:
         """Move CUDA tensors by the transport of that name from now on, or raise on every rank. Collective."""
-        self.transport = set_up_transport(kind, self.topology, self._host, self._topology_store, self._timeout)
+        self.transport = set_up_transport(kind, self.topology, self._host, self._transport_store, self._timeout)
 
     def run(
         self, name: str, outgoing: BuffersForRanks, incoming: BuffersForRanks, timeout: timedelta, background: bool
@@ -158,8 +158,7 @@ class CollectiveExecutor:
             raise (failed if isinstance(error, Exception) else error) from None
 
     def _agree_and_move(self, transfer: Transfer, refusal: str, pause: Callable[[], None]) -> None:
-        transport = self.transport if transfer.device.type == "cuda" else self._host
-        assert transport is not None
+        transport = (self.transport if transfer.device.type == "cuda" else None) or self._host
         # the host transport posts its first chunks together with the headers, with their sizes as tags
         move = self._host.start_transfer(transfer) if transport is self._host else partial(transport.move, transfer)
         self._handshake.exchange_headers(transfer, refusal)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
-from lightning_freescale.comm.transports.selection import all_gather_json
 from lightning_freescale.comm.waits import until_another_fails
 
 # User tags become even numbers above those of headers and exchanges, which use the same connections. Chunks have odd tags.
@@ -131,7 +130,7 @@ class NativeBackends:
                 opts, lazy = self._opts, self._lane.options._lazy_gloo
                 store = dist.PrefixStore("gloo", opts.store.clone() if lazy else opts.store)
                 try:
-                    all_gather_json("connected", None, self._lane.p2p, store, opts.timeout)
+                    self._lane.p2p.gather_json(None)  # gloo does not notice the end of a rank while it connects
                     place = (store, opts.group_rank, opts.group_size)
                     gloo = until_another_fails(partial(dist.ProcessGroupGloo, *place, timeout=opts.timeout))
                 except RuntimeError as error:

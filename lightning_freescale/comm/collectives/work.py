@@ -70,44 +70,29 @@ class TransferWork(_ResultWork):
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-class CoalescedWork(_ResultWork):
-    """Several Works as one."""
-
-    def __init__(self, works: list[dist.Work], results: list[Tensor]) -> None:
-        super().__init__(results)
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the Works in order, and raise the first error."""
-        return all(work.wait(timeout) for work in self._works)  # each raises or returns True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        together = torch.futures.collect_all([work.get_future() for work in self._works])
-        return together.then(lambda done: [each.value() for each in done.value()] and self._results)
-
-
-class FinishedWork(CoalescedWork):
+class FinishedWork(_ResultWork):
     """A Work of torch's own. The first wait calls ``finish`` after it."""
 
     def __init__(self, work: dist.Work, results: list[Tensor], finish: Callable[[], Any]) -> None:
-        super().__init__([work], results)
+        super().__init__(results)
+        self._work = work
         self._finish: Callable[[], Any] | None = finish
         self._once = threading.Lock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        super().wait(timeout)
+        self._work.wait(timeout)
         self._finish_once()
         return True
 
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
     def get_future(self) -> torch.futures.Future[Any]:
         # gloo runs callbacks before it marks the Work as done: a wait in a callback would be a deadlock
-        return self._works[0].get_future().then(lambda _: self._finish_once())
+        return self._work.get_future().then(lambda _: self._finish_once())
 
     def _finish_once(self) -> list[Tensor]:
         with self._once:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as NotInTime
@@ -20,7 +21,7 @@ from lightning_freescale.comm.waits import until_another_fails
 ANSWER_SECONDS = 2.0
 """The longest time that the store may take for an immediate answer."""
 _FAILURE_KEY = "failure"
-_UNUSED_TAG = 2**31 - 2
+_UNUSED_TAG, _GATHER_TAG = 2**31 - 2, 2**31 - 4  # even, and above the tags of users
 _MAY_KNOW_BETTER = timedelta(seconds=0.5)
 
 
@@ -58,7 +59,7 @@ class GlooP2P:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: list[int]) -> None:
-        self.rank, self.size, self.ranks = rank, size, ranks
+        self.rank, self.size, self.ranks, self._timeout = rank, size, ranks, timeout
         self._store, self._store_is_silent = store, False
         self._ending = False
         connect = partial(dist.ProcessGroupGloo, dist.PrefixStore("p2p", store), rank, size, timeout=timeout)
@@ -97,6 +98,26 @@ class GlooP2P:
         except RuntimeError as error:
             text = str(error)
         raise dist.DistBackendError(self.explain(text, peer, timeout))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks. Raise as :meth:`wait`, on all ranks. Collective."""
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.tensor([len(content)]) for _ in range(self.size)]
+        try:
+            self._gather(lengths)
+            parts = [content if rank == self.rank else content.new_empty(int(n)) for rank, n in enumerate(lengths)]
+            self._gather(parts)
+        except dist.DistBackendError as error:
+            self.abort(str(error))
+            raise
+        return [json.loads(part.numpy().tobytes()) for part in parts]
+
+    def _gather(self, parts: list[Tensor]) -> None:
+        """Fill the part of each rank with that of the rank itself."""
+        receives = [self.receive(parts[peer], peer, _GATHER_TAG) for peer in self.sources]
+        sends = [self.send(parts[self.rank], peer, _GATHER_TAG) for peer in self.peers]
+        for work, peer in zip(receives + sends, self.sources + self.peers):
+            self.wait(work, peer, self._timeout)
 
     def abort(self, reason: str) -> None:
         """Write the reason to the store and close the connections, so that no rank waits for this one."""

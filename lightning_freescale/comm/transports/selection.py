@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -30,14 +27,11 @@ class TransportRefused(RuntimeError):  # noqa: N818 (says what happened)
     """A transport is not available with this hardware and software. The message states the reason and an alternative."""
 
 
-def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> Topology:
-    """Gather the hardware of all ranks and compare their options. Collective.
-
-    Only this function and :func:`set_up_transport` use the store. ``timeout`` limits the wait for the other ranks.
-    """
+def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P) -> Topology:
+    """Gather the hardware of all ranks and compare their options. Collective."""
     hardware = RankHardware.from_this_process(options.transport)
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
-    gathered = all_gather_json("hardware", mine, p2p, store, timeout)
+    gathered = p2p.gather_json(mine)
     _check_same_options([each["options"] for each in gathered], p2p.ranks)
     return Topology(tuple(RankHardware(**each["hardware"]) for each in gathered), tuple(p2p.ranks))
 
@@ -45,15 +39,18 @@ def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P, store: 
 def set_up_transport(
     kind: str, topology: Topology, host: HostTransport, store: dist.Store, timeout: timedelta
 ) -> Transport | None:
-    """Return the transport of that name for CUDA tensors; None for torch's own backend. Collective."""
+    """Return the transport of that name for CUDA tensors; None for torch's own backend. Collective.
+
+    Only this call uses the store.
+    """
     if kind in ("host", "native"):
         return host if kind == "host" else None
     if reason := refusal(kind, topology):
         raise TransportRefused(f"transport={kind!r} {reason}")
     p2p = host.p2p
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
-    transport, reason = build_transport(kind, host, near, dist.PrefixStore("build", store), timeout)
-    reasons = all_gather_json("built", reason, p2p, store, timeout)
+    transport, reason = build_transport(kind, host, near, store, timeout)
+    reasons = p2p.gather_json(reason)
     failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
     if not failed:
         return transport
@@ -134,27 +131,6 @@ def build_transport(
         return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
     except Exception as error:  # all ranks receive the text
         return None, error_text(error)
-
-
-def all_gather_json(what: str, mine: Any, p2p: GlooP2P, store: dist.Store, timeout: timedelta) -> list[Any]:
-    keys = [f"{what}/{rank}" for rank in range(p2p.size)]
-    store.set(keys[p2p.rank], json.dumps(mine))
-    end = time.monotonic() + timeout.total_seconds()
-    while not store.check(keys):
-        if failure := p2p.first_failure():
-            raise dist.DistBackendError(failure)
-        if time.monotonic() > end:
-            missing = ", ".join(str(rank) for rank, key in zip(p2p.ranks, keys) if not store.check([key]))
-            late = f"rank {missing} did not respond within {timeout.total_seconds():g} s"
-            raise dist.DistBackendError(f"while a freescale group was connected, {late}")
-        time.sleep(0.01)
-    gathered = [json.loads(each) for each in store.multi_get(keys)]
-    # return once all ranks have read, as the store may end with a rank that fails
-    with suppress(RuntimeError):  # the store has ended, and so all ranks have read
-        if store.add(f"{what}/read", 1) == p2p.size:
-            store.set(f"{what}/read by all", "")
-        store.wait([f"{what}/read by all"], timeout)
-    return gathered
 
 
 def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:

@@ -145,20 +145,6 @@ def test_issuing_does_not_wait_for_the_others_and_a_wait_that_is_too_short_is_an
     assert run_distributed(_at_its_time, 2, timeout=60) == [[], []]
 
 
-def _coalesced() -> bool:
-    group, rank, size = make_group(), dist.get_rank(), dist.get_world_size()
-    given = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
-    rows = [[torch.empty_like(each) for each in given] for _ in range(size)]
-    work = group.allgather_coalesced(rows, given)
-    results = work.get_future().wait()
-    assert work.wait() and work.is_completed() and work.is_success() and work.result() is results
-    return all(any(result is each for result in results) for row in rows for each in row)
-
-
-def test_a_coalesced_gather_gives_what_it_gathered() -> None:
-    assert run_distributed(_coalesced, 2) == [True, True]
-
-
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
 def test_a_future_knows_the_gpu_that_its_tensors_are_on(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Check the device of the future, on whose streams torch orders callbacks, with a stand-in for the GPU."""
