@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_freescale._runtime.error_text import error_text
@@ -83,28 +82,6 @@ def gather_on_first_rank(value: Any) -> list[Any]:
         dist.recv(content, src=source)
         values.append(_read(source, _bytes(content)))
     return values
-
-
-def gather_numbers(numbers: NDArray[np.float64], group: dist.ProcessGroup) -> list[NDArray[np.float64]]:
-    """Return the arrays of all ranks, by rank, on rank 0 of the group; an empty list on the others. Collective.
-
-    The arrays have the same shape on every rank. The group moves CPU tensors.
-    """
-    everyone = gather_bytes(numbers.tobytes(), group, only_first=True)
-    return [np.frombuffer(content, dtype=np.float64).reshape(numbers.shape) for content in everyone]
-
-
-def broadcast_from_first_rank(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return the value of rank 0 on every rank. Collective on ``group``, which moves CPU tensors.
-
-    The value is sent as JSON, which keeps every bit of a float: numbers, text, lists, and dicts with text as keys.
-    """
-    content = json.dumps(value).encode()
-    size = torch.tensor([len(content)])
-    dist.broadcast(size, group=group, group_src=0)
-    carried = _tensor(content.ljust(int(size))[: int(size)], torch.device("cpu"))
-    dist.broadcast(carried, group=group, group_src=0)
-    return json.loads(_bytes(carried))
 
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup | None = None, only_first: bool = False) -> list[bytes]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 TRANSPORTS = ("auto", "host", "peer", "nccl-zero-cta", "two-level", "native")
 MAX_CHUNK_BYTES = 16 * 1024 * 1024
-"""The largest chunk. The pinned memory of the host transport holds sixteen chunks of this size."""
+"""The largest chunk. The pinned memory of the host transport holds eight chunks of this size."""
 
 
 @dataclass(frozen=True)

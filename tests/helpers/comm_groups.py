@@ -81,20 +81,21 @@ def _sockets() -> set[str]:
 
 
 def pinned_in_use(transport: HostTransport) -> int:
-    """Return the bytes of pinned memory that a chunk is in."""
-    return sum(pool.in_use for staging in transport._stagings.values() for pool in (staging._outgoing, staging._incoming))
+    """Return the number of pinned buffers that a chunk is in."""
+    pools = (pool for staging in transport._stagings.values() for pool in (staging._outgoing, staging._incoming))
+    return sum(pool.made - len(pool.free) for pool in pools)
 
 
 @contextmanager
 def nothing_left(*transports: HostTransport) -> Iterator[None]:
-    """The block ends, soon, with no more threads of lanes, sockets and pinned bytes in use than it began with."""
+    """The block ends, soon, with no more threads of lanes, sockets and pinned buffers in use than it began with."""
     threads, sockets = lane_threads(), _sockets()
     gc.freeze()  # what is there already need not be looked at
     yield
     gc.collect()
     deadline = time.monotonic() + 5
     while True:
-        pinned = [bytes_used for transport in transports if (bytes_used := pinned_in_use(transport))]
+        pinned = [buffers for transport in transports if (buffers := pinned_in_use(transport))]
         left = [*(lane_threads() - threads), *(_sockets() - sockets), *pinned]
         if not left or time.monotonic() > deadline:
             break

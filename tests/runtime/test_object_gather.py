@@ -14,9 +14,7 @@ import torch.distributed as dist
 
 import lightning_freescale
 from lightning_freescale._runtime.object_gather import (
-    broadcast_from_first_rank,
     gather_bytes,
-    gather_numbers,
     gather_objects,
     gather_on_first_rank,
 )
@@ -88,17 +86,3 @@ def test_nothing_else_of_ours_pickles_between_ranks() -> None:
     assert {name for name, path in sources.items() if _calls(path) & _PICKLING} == set()
     imports = {name for name, path in sources.items() if "\nimport pickle\n" in path.read_text()}
     assert imports == {SAMPLES, *OWN_PICKLERS}
-
-
-def _numbers() -> tuple[list[Any], Any]:
-    group, rank = dist.new_group(backend="gloo"), dist.get_rank()
-    numbers = np.array([[0.1, 2.0**-1074], [rank, np.inf]])
-    told = {"third": 1 / 3, "list": [None, True, "x" * 500]} if rank == 0 else "something shorter"
-    return [each.tolist() for each in gather_numbers(numbers, group)], broadcast_from_first_rank(told, group)
-
-
-def test_numbers_go_to_rank_0_and_its_answer_to_all() -> None:
-    (all_numbers, told), *others = run_distributed(_numbers, 3)
-    assert all_numbers == [[[0.1, 2.0**-1074], [rank, np.inf]] for rank in range(3)]
-    assert told == {"third": 1 / 3, "list": [None, True, "x" * 500]}
-    assert others == [([], told)] * 2

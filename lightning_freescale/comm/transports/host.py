@@ -8,7 +8,7 @@ their rank instead of around a ring; each rank sends the same number of bytes ei
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -53,14 +53,21 @@ class DeviceStaging:
     All copies are of contiguous bytes between device and pinned memory. The driver gives such copies to a copy engine and
     launches no kernel. Not tested on ROCm, whose streams and events have the same names in torch.
 
-    ``pinned_bytes`` limits the pinned memory, half of it for each direction. ``api`` has the streams of ``torch.cuda``.
+    ``pinned_bytes`` limits the pinned memory, half of it for each direction, in buffers for a chunk of at most ``chunk_bytes``.
+    ``api`` has the streams of ``torch.cuda``.
     """
 
     def __init__(
-        self, device: torch.device, pinned_bytes: int, api: Any = torch.cuda, allocate: Allocate = _allocate_pinned
+        self,
+        device: torch.device,
+        chunk_bytes: int,
+        pinned_bytes: int,
+        api: Any = torch.cuda,
+        allocate: Allocate = _allocate_pinned,
     ) -> None:
         self._api = api
-        self._outgoing, self._incoming = (PinnedPool(pinned_bytes // 2, allocate) for _ in range(2))
+        most = pinned_bytes // (2 * chunk_bytes)
+        self._outgoing, self._incoming = (PinnedPool(chunk_bytes, most, allocate) for _ in range(2))
         self._to_host_stream, self._to_device_stream = api.Stream(device), api.Stream(device)
         self._to_device: deque[tuple[Any, Tensor, PinnedPool]] = deque()
 
@@ -69,17 +76,17 @@ class DeviceStaging:
         self._to_device_stream.wait_event(issued)
 
     def copy_to_host(self, chunk: Tensor) -> HostCopy:
-        memory = self._acquire(self._outgoing, len(chunk))
+        memory = self._acquire(self._outgoing)
         with self._api.stream(self._to_host_stream):
             memory[: len(chunk)].copy_(chunk, non_blocking=True)
             return HostCopy(memory, len(chunk), self._to_host_stream.record_event())
 
     def release(self, copy: HostCopy) -> None:
         """Return the memory of a sent chunk to the pool."""
-        self._outgoing.release(copy.memory)
+        self._outgoing.free.append(copy.memory)
 
-    def allocate(self, chunk: Tensor) -> Tensor:
-        return self._acquire(self._incoming, len(chunk))
+    def allocate(self) -> Tensor:
+        return self._acquire(self._incoming)
 
     def copy_local(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy a chunk within the device through the host, because a copy within a device may be a kernel."""
@@ -102,50 +109,37 @@ class DeviceStaging:
             chunk.copy_(memory[: len(chunk)], non_blocking=True)
             self._to_device.append((self._to_device_stream.record_event(), memory, pool or self._incoming))
 
-    def _acquire(self, pool: PinnedPool, length: int) -> Tensor:
-        while (memory := pool.acquire(length)) is None:
+    def _acquire(self, pool: PinnedPool) -> Tensor:
+        while (memory := pool.acquire()) is None:
             self._reclaim()
         return memory
 
     def _reclaim(self) -> None:
         event, memory, pool = self._to_device.popleft()
         event.synchronize()
-        pool.release(memory)
+        pool.free.append(memory)
 
 
 class PinnedPool:
-    """Page-locked buffers, kept for reuse because pinning is slow. Their sizes are powers of two. Not thread-safe."""
+    """At most ``most`` page-locked buffers of one size, kept for reuse because pinning is slow. Not thread-safe."""
 
-    def __init__(self, bound: int, allocate: Allocate) -> None:
-        self.bound = bound  # the most bytes that may be allocated
-        self.held = 0  # bytes that are allocated
-        self.in_use = 0  # bytes that are allocated and outside the pool
-        self._allocate = allocate
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+    def __init__(self, size: int, most: int, allocate: Allocate) -> None:
+        self.made = 0  # number of buffers
+        self.free: list[Tensor] = []
+        self._size, self._most, self._allocate = size, most, allocate
 
-    def acquire(self, length: int) -> Tensor | None:
-        """Return a buffer of at least ``length`` bytes, or None if others must be released first."""
-        size = 1 << max(0, length - 1).bit_length()
-        if not self._free[size]:
-            for other in sorted(self._free, reverse=True):  # free the largest buffers first
-                while self._free[other] and self.held + size > self.bound:
-                    self._free[other].pop()
-                    self.held -= other
-            if self.held + size > self.bound:
-                return None
-            self._free[size].append(self._allocate(size))
-            self.held += size
-        self.in_use += size
-        return self._free[size].pop()
-
-    def release(self, buffer: Tensor) -> None:
-        self.in_use -= len(buffer)
-        self._free[len(buffer)].append(buffer)
+    def acquire(self) -> Tensor | None:
+        """Return a buffer, or None if another one must be released first."""
+        if self.free:
+            return self.free.pop()
+        if self.made == self._most:
+            return None
+        self.made += 1
+        return self._allocate(self._size)
 
 
-MIN_PINNED_CHUNKS = 16
-"""The number of chunks that the pinned memory must hold: two in flight and two more to arrive, in each of two directions, twice
-because sizes are rounded up to powers of two."""
+MIN_PINNED_CHUNKS = 8
+"""The number of chunks that the pinned memory must hold: two in flight and two more to arrive, in each of two directions."""
 PINNED_BYTES = MIN_PINNED_CHUNKS * MAX_CHUNK_BYTES
 """The maximum host memory that a lane pins for CUDA tensors."""
 _TAGGED_BYTES = 2**20
@@ -179,7 +173,7 @@ class HostTransport:
         if device.type == "cpu":
             return None
         if device not in self._stagings:
-            self._stagings[device] = DeviceStaging(device, self.pinned_bytes)
+            self._stagings[device] = DeviceStaging(device, self.options.chunk_bytes, self.pinned_bytes)
         return self._stagings[device]
 
 
@@ -261,7 +255,7 @@ class P2PSchedule:
 
     def _receive(self, ahead: _Round) -> None:
         if ahead.incoming is not None:
-            ahead.memory = ahead.incoming if self._staging is None else self._staging.allocate(ahead.incoming)
+            ahead.memory = ahead.incoming if self._staging is None else self._staging.allocate()
             memory, tag = ahead.memory[: len(ahead.incoming)], self._tag(ahead.incoming)
             ahead.receive = self._p2p.receive(memory, ahead.source, tag)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
-from lightning_freescale._runtime.object_gather import broadcast_from_first_rank, gather_numbers
+from lightning_freescale._runtime.object_gather import gather_bytes
 from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit
@@ -161,7 +162,9 @@ class CostCalibrator:
         first = self._times.step - len(self._rows)
         seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
         window, self._rows = self._rows[:ended], self._rows[ended:]
-        everyone = gather_numbers(np.column_stack([np.stack([row for _, row in window]), seconds]), self._group)
+        numbers = np.column_stack([np.stack([row for _, row in window]), seconds])
+        gathered = gather_bytes(numbers.tobytes(), self._group, only_first=True)
+        everyone = [np.frombuffer(of_rank).reshape(numbers.shape) for of_rank in gathered]
         fit, result, failed = None, None, ""
         # only rank 0 fits, because least squares may differ in the last digit on another processor
         if self.trainer.is_global_zero:
@@ -173,7 +176,7 @@ class CostCalibrator:
                     result = asdict(calibration.in_use), calibration.base, calibration.frozen
             except Exception:  # the other ranks wait for an answer
                 failed = traceback.format_exc()
-        result, failed = broadcast_from_first_rank((result, failed), self._group)
+        result, failed = json.loads(gather_bytes(json.dumps((result, failed)).encode(), self._group)[0])
         if failed:
             self.stopped = True
             rank_zero_warn(f"calibration failed on rank 0, so the costs do not change: {failed}")
