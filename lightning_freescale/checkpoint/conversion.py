@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import gather_objects, together
 from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
-from lightning_freescale.checkpoint.held_files import VERSION, WHOLE
+from lightning_freescale.checkpoint.held_files import MANIFEST, VERSION, WHOLE
 from lightning_freescale.checkpoint.other_programs import as_checkpoint
 from lightning_freescale.checkpoint.remote_files import Location, files_of
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
@@ -42,6 +42,7 @@ class Opened:
     def __init__(self, path: Location) -> None:
         self.path, self._files = path, files_of(path)
         self.identity, self.is_folder = self._files.identity, self._files.is_folder
+        self.is_sharded = self.is_folder and (self._files / MANIFEST).is_file()
 
     @property
     def file(self) -> Path:
@@ -133,7 +134,7 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
         found = checkpoint.read(weights_only)
         if not isinstance(found, dict):
             raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint or a state dict.")
-        if VERSION not in found:
+        if VERSION not in found and not checkpoint.is_sharded:
             found = as_checkpoint(found, path, checkpoint.is_folder)
     except UnpicklingError as error:
         reason = str(error).partition("\n")[0]

@@ -6,11 +6,10 @@ states by the names of parameters, and :func:`with_optimizer_states` numbers the
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_freescale.checkpoint.held_files import VERSION
-from lightning_freescale.checkpoint.sharded_folder import StoredObject, StoredTensor
+from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.unsharded import differences, merge
 from lightning_freescale.embeddings.optimizer import state_shapes
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
@@ -28,7 +27,7 @@ CONVERTED = "freescale_converted"
 """The entry of a converted checkpoint with its former format, the optimizer states by parameter, and what is left out."""
 _MODELS = ("state_dict", "model", "module")
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
-_TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+_TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
 
 
 def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str, Any]:
@@ -37,40 +36,30 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     Raises:
         ValueError: it is not known which entries are the weights.
     """
-    entries = found
-    while len(entries) == 1 and not _model_of(entries) and isinstance(inner := next(iter(entries.values())), dict):
-        entries = inner  # such as {"app": {"model": ..., "optimizer": ...}}
-    model = _model_of(entries)
-    weights = entries[model] if model else entries
-    kind = "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
-    if not weights or not all(isinstance(value, (Tensor, StoredTensor)) for value in weights.values()):
+    entries, kind = found, "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
+    while not (models := [name for name in _MODELS if isinstance(entries.get(name), dict)]) and len(entries) == 1:
+        (inner,) = entries.values()  # such as {"app": {"model": ..., "optimizer": ...}}
+        if not isinstance(inner, dict):
+            break
+        entries = inner
+    weights = entries[models[0]] if models else entries
+    if len(models) > 1 or not weights or not all(isinstance(value, (Tensor, StoredTensor)) for value in weights.values()):
         raise ValueError(
             f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model: a state dict has only "
-            f"tensors, alone or as the entry {', '.join(_MODELS)}, but the entries are {', '.join(map(str, found))}. Write a "
-            f"file with '{_TO_FILE} FOLDER FILE', save only the state dict with torch.save, and load this file or run "
-            "'freescale convert FILE TARGET'."
+            f"tensors, alone or as one of the entries {', '.join(_MODELS)}, but the entries are {', '.join(map(str, found))}. "
+            f"Write a file with '{_TO_FILE}', save only the state dict with torch.save, and load this file or run 'freescale "
+            "convert FILE TARGET'."
         )
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
     states: dict[str, dict[str, Any]] = {}
-    left_out = [
-        left for name, value in entries.items() if model and name != model for left in _add_states(states, weights, name, value)
-    ]
+    others = [(name, value) for name, value in entries.items() if models and name != models[0]]
+    left_out = [left for name, value in others for left in _add_states(states, weights, name, value)]
     converted = {"format": kind, "optimizer_states": states, "left_out": left_out}
     # Lightning resumes a fit only if a checkpoint has lists for optimizers and schedulers
-    return {
-        "state_dict": weights,
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        VERSION: version("lightning"),
-        CONVERTED: converted,
-    }
-
-
-def _model_of(entries: Mapping[str, Any]) -> str:
-    found = [name for name in _MODELS if isinstance(entries.get(name), dict)]
-    return found[0] if len(found) == 1 else ""
+    lists: dict[str, Any] = {"optimizer_states": [], "lr_schedulers": []}
+    return {"state_dict": weights, **lists, VERSION: version("lightning"), CONVERTED: converted}
 
 
 def _add_states(states: dict[str, dict[str, Any]], weights: Mapping[str, Any], entry: str, value: Any) -> Iterator[str]:
@@ -103,16 +92,11 @@ def _torch_states(states: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str
     found = {name.rpartition(".")[2]: value for name, value in states.items()}  # TorchRec puts the table before the name
     is_adam = not found.keys().isdisjoint(("momentum2", "exp_avg_sq"))
     names = {"momentum1": "exp_avg" if is_adam else "sum", "momentum2": "exp_avg_sq"}
-    return {names.get(name, name): _torch_value(value, shape) for name, value in found.items()}
-
-
-def _torch_value(value: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(value, StoredObject):
-        return value.read()
-    if len(shape) == 2 and getattr(value, "shape", ()) == shape[:1]:  # a row-wise state has one column
-        column = torch.Size((shape[0], 1))
-        return replace(value, shape=column) if isinstance(value, StoredTensor) else value.view(column)
-    return value
+    for name, value in found.items():
+        if len(shape) == 2 and getattr(value, "shape", ()) == shape[:1]:  # a row-wise state has one column
+            column = torch.Size((shape[0], 1))
+            found[name] = replace(value, shape=column) if isinstance(value, StoredTensor) else value.view(column)
+    return {names.get(name, name): value for name, value in found.items() if value is not None}
 
 
 def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[str], strict: bool, path: Any) -> dict[str, Any]:
@@ -122,30 +106,28 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
         ValueError: they differ in another way, or several prefixes are possible.
     """
     weights, converted = checkpoint["state_dict"], checkpoint[CONVERTED]
-    beginnings: dict[str, list[list[str]]] = defaultdict(list)
+    prefixes = defaultdict(list)
     for name in expected:
-        for start, end in enumerate(_ends(name)):
-            beginnings[end].append(name.split(".")[:start])
-    columns = zip(*(name.split(".")[:-1] for name in weights))
-    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, columns)]
-    matches: Counter[tuple[int, str]] = Counter()  # by the number of parts to remove, and the prefix to add
-    for name in weights:
-        for removed, end in enumerate(_ends(name)[: len(common) + 1]):
-            # it is the same to remove a part and to add it again
-            new = [each for each in beginnings[end] if not removed or each[-1:] != common[removed - 1 : removed]]
-            matches.update((removed, "".join(f"{part}." for part in each)) for each in new)
-    most = max(matches.values(), default=0)
-    best = [(0, "")] if matches[0, ""] == most else [change for change, number in matches.items() if number == most]
-    removed, prefix = best[0]
-    names = {name: prefix + _ends(name)[removed] for name in weights}
+        for end in _ends(name):
+            prefixes[end].append(name.removesuffix(end))
+    changes = [{(name.removesuffix(end), new) for end in _ends(name) for new in prefixes[end]} for name in weights]
+    common = set.intersection(*([each for each in changes if each or strict] or [set()]))
+    # two changes are the same if one removes a part and adds it again
+    first = next(iter(weights))
+    results = {new + first.removeprefix(old): (old, new) for old, new in common}
+    old, new = ("", "") if first in results else next(iter(results.values()), ("", ""))
+    names = {name: new + name.removeprefix(old) for name in weights}
     wrong = differences(dict.fromkeys(expected, ()), dict.fromkeys(names.values(), ()))
-    if not most or len(best) > 1 or (strict and wrong):
-        several = f"several prefixes are possible, {', '.join(repr(prefix) for _, prefix in best)}" if len(best) > 1 else wrong
+    if len(results) > 1 and first not in results:
+        wrong = f"several prefixes fit, such as in {' and '.join(sorted(results))}"
+    elif not strict and set(expected) & {*names.values()}:
+        wrong = ""
+    if wrong:
         raise ValueError(
-            f"{path} was {converted['format']}, whose keys, such as {next(iter(weights))}, are not those of {module}, such as "
-            f"{next(iter(expected))}: {several}. Write a file with 'freescale convert {path} FILE' or, from a folder, with "
-            f"'{_TO_FILE} FOLDER FILE', rename the keys of its state dict with torch.load and torch.save, and load this file. "
-            "With strict_loading=False in the LightningModule, only the keys that both have are loaded."
+            f"{path} was {converted['format']}, whose keys, such as {first}, are not those of {module}, such as {expected[0]}: "
+            f"{wrong}. Write a file with 'freescale convert {path} FILE' or, from a folder, with '{_TO_FILE}', rename the keys "
+            "of its state dict with torch.load and torch.save, and load this file. With strict_loading=False in the "
+            "LightningModule, only the keys that both have are loaded."
         )
     states = {names[name]: value for name, value in converted["optimizer_states"].items()}
     renamed = {names[name]: value for name, value in weights.items()}
@@ -153,60 +135,53 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
 
 
 def with_optimizer_states(
-    checkpoint: Mapping[str, Any],
+    converted: Mapping[str, Any],
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     tables: ShardedTables | None,
     groups: ParameterGroups | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a converted checkpoint with the optimizer states that strategy "freescale" would save, and what is left out."""
-    states, left_out = checkpoint[CONVERTED]["optimizer_states"], list(checkpoint[CONVERTED]["left_out"])
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Return the optimizer states as :func:`.optimizer_state_dict` returns them, and the names of what is left out."""
+    states, left_out = converted["optimizer_states"], list(converted["left_out"])
     steps = {int(each["step"]) for each in states.values() if "step" in each}
     step = steps.pop() if len(steps) == 1 else None
 
-    def fitting(
-        name: str, shape: tuple[int, ...], kind: Any, options: Mapping[str, Any], counted: Iterable[str]
-    ) -> dict[str, Any]:
-        """Return the states of a parameter with the number of updates; empty if the optimizer ``kind`` has other states.
-
-        An optimizer with one of the states ``counted`` needs the number of updates.
-        """
-        found, expected = dict(states.get(name, {})), state_shapes(kind, options, shape)
+    def fitting(name: str, expected: Mapping[str, tuple[int, ...]] | None, uncounted: str = "") -> dict[str, Any]:
+        """Return the states of a parameter with the number of updates, which only an ``uncounted`` state does not need."""
+        found = dict(states.get(name, {}))
         given = found.pop("step", step)
         if {key: tuple(value.shape) for key, value in found.items()} != expected:
             left_out.append(f"{' and '.join(found) or 'optimizer states'} of {name}")
-        elif given is None and not found.keys().isdisjoint(counted):
+        elif given is None and not found.keys() <= {uncounted, "momentum_buffer"}:
             left_out.append(f"{' and '.join(found)} of {name}, because the number of updates is missing")
-        elif expected:
-            return found if given is None else {**found, "step": torch.tensor(float(given))}
+        else:
+            has_count = bool(found) and "momentum_buffer" not in found
+            return {**found, **({"step": torch.tensor(float(given or 0))} if has_count else {})}
         return {}
 
     saved, names = [], {parameter: name for name, parameter in module.named_parameters()}
     for optimizer in optimizers:
-        state = optimizer.state_dict()
+        saved.append(optimizer.state_dict())
         every = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
         for index, (group, parameter) in enumerate(every):
-            # torch's Adagrad stores the number of its updates, and FBGEMM's does not
-            if found := fitting(names[parameter], tuple(parameter.shape), type(optimizer), group, ("exp_avg", "sum")):
-                state["state"][index] = found
-        saved.append(state)
+            if found := fitting(names[parameter], state_shapes(type(optimizer), group, tuple(parameter.shape))):
+                saved[-1]["state"][index] = found
     if tables is None or groups is None:
-        return {**checkpoint, "optimizer_states": saved}, left_out
+        return saved, {}, left_out
     of_tables, keys = {}, tables.state_dict_keys()
     for table in tables.tables:
         kind = groups.optimizers[table.key].fused_class if table.key in groups.optimizers else torch.optim.SGD
         name = next((name for name, key in keys.items() if key == table.key and name in states), table.key)
-        of_tables[table.key] = fitting(name, (table.rows, table.dim), kind, {}, ("exp_avg",))
+        of_tables[table.key] = fitting(name, state_shapes(kind, {}, (table.rows, table.dim)), uncounted="sum")
     updates = {key: int(each.get("step", 0)) for key, each in of_tables.items()}
     in_backward = {key: of_tables.pop(key) for key in groups.in_backward}
     in_groups = {key: each for key, each in of_tables.items() if each}
     full = merge(saved[0], groups.layout(), groups.tables, in_groups, updates)
-    extra = {"updates": step or 0, "table_updates": updates, "in_backward_states": in_backward}
-    return {**checkpoint, "optimizer_states": [full], "freescale": extra}, left_out
+    return [full], {"updates": step or 0, "table_updates": updates, "in_backward_states": in_backward}, left_out
 
 
-def notice(checkpoint: Mapping[str, Any], left_out: Sequence[str], fits: bool) -> str:
+def notice(converted: Mapping[str, Any], left_out: Sequence[str], fits: bool) -> str:
     """Return the text of a warning about what a run does not load from a converted checkpoint."""
     missing = f"It is loaded without {', '.join(left_out)}. " if left_out else ""
     anew = "Loops, schedulers, callbacks and random states start anew, with the options of configure_optimizers" if fits else ""
-    return f"the checkpoint was {checkpoint[CONVERTED]['format']}, written by another program. {missing}{anew}"
+    return f"the checkpoint was {converted['format']}, written by another program. {missing}{anew}"

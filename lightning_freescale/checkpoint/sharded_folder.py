@@ -31,22 +31,13 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -180,7 +171,7 @@ def write_pieces(
 def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     """Read a checkpoint; tables and their states stay in the folder and are returned as :class:`.StoredTensor`."""
     if not (folder / MANIFEST).is_file():
-        return _read_of_torch(folder, weights_only)
+        return _read_of_torch(folder)
     described, pieces = _manifest(folder)["tensors"], _StoredPieces(folder)
 
     def stored(leaf: str) -> Any:
@@ -194,19 +185,17 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     return pytree.tree_map_only(str, stored, single_file.read(folder / _META, weights_only))
 
 
-def _read_of_torch(folder: HeldFiles, weights_only: bool | None) -> dict[str, Any]:
-    """Read a folder that another program has written with DCP; large tensors and all objects stay in the folder."""
-    pieces, found = _StoredPieces(folder), dict[str, Any]()
+def _read_of_torch(folder: HeldFiles) -> dict[str, Any]:
+    """Read a folder that another program has written with DCP; large tensors stay in the folder, and objects are None."""
+    pieces, found = _StoredPieces(folder), {_META: None} if (folder / _META).is_file() else dict[str, Any]()
     for name, stored in pieces.metadata.state_dict_metadata.items():
-        path = (pieces.metadata.planner_data or {}).get(name, (name,))
-        if isinstance(stored, BytesStorageMetadata):
-            set_element(found, path, StoredObject(name, pieces, weights_only))
-            continue
-        order = RowOrder(stored.size[0]) if stored.size else None
-        tensor = StoredTensor(name, stored.size, stored.properties.dtype, order, pieces)
-        is_large = prod(stored.size) * tensor.dtype.itemsize >= LARGE
-        set_element(found, path, tensor if is_large else tensor.whole())
-    return {**found, **({_META: None} if (folder / _META).is_file() else {})}
+        value: StoredTensor | Tensor | None = None
+        if isinstance(stored, TensorStorageMetadata):
+            order = RowOrder(stored.size[0]) if stored.size else None
+            tensor = StoredTensor(name, stored.size, stored.properties.dtype, order, pieces)
+            value = tensor if prod(tensor.shape) * tensor.dtype.itemsize >= LARGE else tensor.whole()
+        set_element(found, (pieces.metadata.planner_data or {}).get(name, (name,)), value)
+    return found
 
 
 def _is_of_torch(folder: HeldFiles) -> bool:
@@ -299,28 +288,20 @@ class _StoredPieces:
         self._reader.fs = folder
         with open(folder / OF_TORCH, "rb") as file:
             self.metadata: Metadata = _MetadataUnpickler(file).load()
+        self._tensors: dict[str, Any] = self.metadata.state_dict_metadata
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
         """Read a block of a tensor into ``into``, which has the block's shape."""
         if into.numel():
-            place = place[: len(self._stored(name).size)]  # a row-wise state of TorchRec has no columns
-            self.run(_LoadPlanner(name, place, into.view([part.stop - part.start for part in place])))
-
-    def run(self, planner: DefaultLoadPlanner) -> None:
-        """Read the items of a planner."""
-        planner.set_up_planner({}, self.metadata)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+            place = place[: len(self._tensors[name].size)]  # a row-wise state of TorchRec has no columns
+            planner = _LoadPlanner(name, place, into.view([part.stop - part.start for part in place]))
+            planner.set_up_planner({}, self.metadata)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
 
     def row_bounds(self, name: str) -> list[int]:
         """Return the first rows of a tensor's parts in the files, and the number of rows. DCP reads a part as a whole."""
-        stored = self._stored(name)
-        return sorted({stored.size[0], *(chunk.offsets[0] for chunk in stored.chunks)})
-
-    def _stored(self, name: str) -> TensorStorageMetadata:
-        stored = self.metadata.state_dict_metadata[name]
-        assert isinstance(stored, TensorStorageMetadata)
-        return stored
+        return sorted({self._tensors[name].size[0], *(chunk.offsets[0] for chunk in self._tensors[name].chunks)})
 
 
 @dataclass(frozen=True)
@@ -365,21 +346,6 @@ class StoredTensor:
             rows = torch.empty(stop - start, *widths, dtype=self.dtype)
             self.pieces.read(self.name, (slice(start, stop), *columns), rows)
             yield self.order.ids(start, stop), rows
-
-
-@dataclass(frozen=True)
-class StoredObject:
-    """An object in a folder of another program."""
-
-    name: str
-    pieces: _StoredPieces
-    weights_only: bool | None
-
-    def read(self) -> Any:
-        """Return the object."""
-        planner = _ObjectPlanner(self.name, self.weights_only)
-        self.pieces.run(planner)
-        return planner.found
 
 
 def materialized(tree: Any) -> Any:
@@ -456,21 +422,6 @@ class _LoadPlanner(DefaultLoadPlanner):
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._into
-
-
-class _ObjectPlanner(DefaultLoadPlanner):
-    def __init__(self, name: str, weights_only: bool | None) -> None:
-        super().__init__()
-        self._index, self._weights_only, self.found = MetadataIndex(name), weights_only, None
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        nowhere = torch.Size((0,))
-        return LoadPlan([ReadItem(LoadItemType.BYTE_IO, self._index, nowhere, self._index, nowhere, nowhere)])
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -138,7 +138,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             found = self.files.read(checkpoint_path, weights_only, self.trainer)
             if converted := found.get(other_programs.CONVERTED):
                 if self.trainer.state.fn != TrainerFn.FITTING:
-                    rank_zero_warn(other_programs.notice(found, converted["left_out"], fits=False))
+                    rank_zero_warn(other_programs.notice(converted, converted["left_out"], fits=False))
                 return self._renamed(found, checkpoint_path)
             warn_of_what_is_missing(found, _EXTRA, self.trainer)
             return found
@@ -189,11 +189,13 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if other_programs.CONVERTED in checkpoint:
-            checkpoint, left_out = other_programs.with_optimizer_states(
-                checkpoint, self.trainer.lightning_module, self.optimizers, self.tables, self.groups
+        if converted := checkpoint.get(other_programs.CONVERTED):
+            module: Any = self.lightning_module
+            states, extra, left_out = other_programs.with_optimizer_states(
+                converted, module, self.optimizers, self.tables, self.groups
             )
-            rank_zero_warn(other_programs.notice(checkpoint, left_out, fits=True))
+            checkpoint = {"optimizer_states": states, _EXTRA: extra}
+            rank_zero_warn(other_programs.notice(converted, left_out, fits=True))
         extra = checkpoint.get(_EXTRA, {})
         self._random_states, self._restored_gradients = extra.get("random_states", []), extra.get("accumulated", [])
         self._restored_order = extra.get("bucket_order", [])

@@ -152,8 +152,8 @@ def test_keys_may_differ_by_a_prefix() -> None:
             True,
             "a.pt.*such as a,.*such as net.a: missing keys scale.*freescale convert",
         ),
-        (["net.a", "net.b"], ["a"], True, "unexpected keys b"),
-        (["a"], ["query.a", "item.a"], False, "several prefixes are possible, 'query.', 'item.'"),
+        (["net.a", "net.b"], ["a"], True, "missing keys a; unexpected keys net.a, net.b"),
+        (["a"], ["query.a", "item.a"], False, "several prefixes fit, such as in item.a and query.a"),
         (["a"], ["b"], False, "missing keys b; unexpected keys a.*dcp_to_torch"),
     ],
 )

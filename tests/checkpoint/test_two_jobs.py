@@ -33,7 +33,8 @@ DAY = 24 * 3600
 def _checkpoint(job: int) -> dict[str, Any]:
     """Return a checkpoint whose values are all ``job``, with two tables in separate files or records."""
     tables = {name: torch.full((20_000, 16), float(job)) for name in ("items", "users")}
-    return {"state_dict": {**tables, "net": torch.full((8, 8), float(job))}, "global_step": job}
+    state = {**tables, "net": torch.full((8, 8), float(job))}
+    return {"state_dict": state, "global_step": job, "pytorch-lightning_version": "2.6"}
 
 
 def _job_of(path: Path) -> int:
