@@ -41,12 +41,26 @@ def _save_shards(path: Path) -> bool:
     return (path / "shards.ckpt").exists()
 
 
+def _evaluated(path: Path) -> tuple[float, float]:
+    """Return the sums of the outputs of the restored module, which has no optimizer here, and of the plain module."""
+    fabric = fabric_for()
+    torch.manual_seed(1)
+    model = fabric.setup(Net())
+    fabric.load(path / "freescale.ckpt", {"model": model}, strict=False)
+    batch = next(iter(fabric.setup_dataloaders(fixed_loader(fabric.global_rank, 2), use_distributed_sampler=False)))
+    net = Net()
+    net.load_state_dict(torch.load(path / "freescale.ckpt")["model"])
+    with torch.no_grad():
+        return float(model(batch["features"]).sum()), float(net(batch["features"]).sum())
+
+
 def test_saved_as_the_plain_module_and_resumed_to_the_bit(tmp_path: Path) -> None:
-    straight, _, resumed, shards = run_all(
+    straight, _, resumed, evaluated, shards = run_all(
         2,
         partial(_saved, tmp_path / "straight", "freescale", 2),
         partial(_saved, tmp_path, "freescale", 1),
         partial(_resumed, tmp_path, "freescale"),
+        partial(_evaluated, tmp_path),
         partial(_save_shards, tmp_path),
     )
     checkpoint = torch.load(tmp_path / "freescale.ckpt")
@@ -60,6 +74,8 @@ def test_saved_as_the_plain_module_and_resumed_to_the_bit(tmp_path: Path) -> Non
     assert len(set(resumed[0]["losses"])) == STEPS
     for name, weight in straight[0]["weights"].items():
         assert torch.equal(resumed[0]["weights"][name], weight), name
+    for sharded, plain in evaluated:
+        assert sharded == pytest.approx(plain, rel=1e-6)
     assert not any(shards), "a rank's own shards are not saved"
 
 
@@ -72,21 +88,3 @@ def test_goes_on_from_a_checkpoint_of_ddp(tmp_path: Path) -> None:
     )
     for rank in range(2):
         assert resumed[rank]["losses"] == pytest.approx(straight[rank]["losses"], rel=1e-5)
-
-
-def _evaluated(path: Path) -> tuple[float, float]:
-    fabric = fabric_for()
-    torch.manual_seed(1)
-    model = fabric.setup(Net())
-    fabric.load(path / "freescale.ckpt", {"model": model}, strict=False)
-    batch = next(iter(fabric.setup_dataloaders(fixed_loader(fabric.global_rank, 2), use_distributed_sampler=False)))
-    net = Net()
-    net.load_state_dict(torch.load(path / "freescale.ckpt")["model"])
-    with torch.no_grad():
-        return float(model(batch["features"]).sum()), float(net(batch["features"]).sum())
-
-
-def test_a_module_alone_is_evaluated(tmp_path: Path) -> None:
-    _, evaluated = run_all(2, partial(_saved, tmp_path, "freescale", 1), partial(_evaluated, tmp_path))
-    for sharded, plain in evaluated:
-        assert sharded == pytest.approx(plain, rel=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,10 +42,10 @@ def _over_gloo(change: Callable[[Tensor], None] = lambda part: None, before: Cal
     return begin
 
 
-def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> list[Verdict]:
-    """Return the verdicts of three ranks. ``candidates(rank, clock)`` may move the clock; compute moves it by 10 s."""
+def _verdicts(*of_trials: Candidates, native: float = 1.0, **options: Any) -> list[Verdict]:
+    """Return the verdicts of trials on three ranks. A trial may move the clock that it is given; compute moves it by 10 s."""
 
-    def run() -> Verdict:
+    def run(candidates: Candidates) -> Verdict:
         clock = [0.0]
         auto_transport.time = SimpleNamespace(perf_counter=lambda: clock[0], sleep=time.sleep, monotonic=time.monotonic)
         device = ProofDevice(torch.device("cpu"), lambda: _move(clock, 10.0), lambda: None)
@@ -60,9 +61,9 @@ def _verdicts(candidates: Candidates, native: float = 1.0, **options: Any) -> li
         given = of_torch, candidates(rank, clock), device, rank, [10, 11, 12], gather, LIMIT, CHUNK
         return Proof(*given, **sizes).run()
 
-    verdicts = run_distributed(run, 3)
+    verdicts = run_distributed(lambda: list(map(run, of_trials)), 3)
     assert verdicts[0] == verdicts[1] == verdicts[2]
-    return verdicts
+    return verdicts[0]
 
 
 def _move(clock: list[float], seconds: float) -> None:
@@ -73,19 +74,21 @@ def _taking(clock: list[float], seconds: float) -> AllToAll:
     return _over_gloo(before=lambda: _move(clock, seconds))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
+def _taking_each(seconds: dict[str, float]) -> Candidates:
+    return lambda rank, clock: {name: _taking(clock, each) for name, each in seconds.items()}
+
+
+def test_the_fastest_wins_if_by_more_than_the_margin() -> None:
+    cases: list[tuple[dict[str, float], str]] = [
         *(({"a": 0.2, "b": 0.1}, "b"), ({"a": 20.0}, "native"), ({"a": 5.0}, "native")),
         *(({"a": 4.3}, "native"), ({"a": 4.2}, "a"), ({}, "native")),  # 5 % of 15 s are 0.75 s
-    ],
-)
-def test_the_fastest_wins_if_by_more_than_the_margin(seconds: dict[str, float], chosen: str) -> None:
-    verdict = _verdicts(lambda rank, clock: {name: _taking(clock, each) for name, each in seconds.items()}, native=5.0)[0]
-    assert verdict.chosen == chosen and not verdict.failures
-    # torch's own backend brings the ranks together before; that is not measured
-    taken = {name: 10_000 + 1000 * each for name, each in seconds.items()}
-    assert verdict.milliseconds == (pytest.approx({"native": 15_000, **taken}) if seconds else {})
+    ]
+    verdicts = _verdicts(*(_taking_each(seconds) for seconds, _ in cases), native=5.0)
+    for (seconds, chosen), verdict in zip(cases, verdicts, strict=True):
+        assert verdict.chosen == chosen and not verdict.failures, seconds
+        # torch's own backend brings the ranks together before; that is not measured
+        taken = {name: 10_000 + 1000 * each for name, each in seconds.items()}
+        assert verdict.milliseconds == (pytest.approx({"native": 15_000, **taken}) if seconds else {})
 
 
 def test_the_slowest_rank_counts_and_a_few_slow_rounds_do_not() -> None:
@@ -158,11 +161,10 @@ def test_what_leaves_out_a_late_rank_is_seen(late_seconds: float, noticed: bool)
         assert "bytes from rank 12 " in verdict.failures["impatient"]
 
 
-@pytest.mark.parametrize("at", [0, 14])
-def test_what_fails_or_hangs_on_one_rank_is_dropped_on_all(at: int) -> None:
+def test_what_fails_or_hangs_on_one_rank_is_dropped_on_all() -> None:
     """Fail at once, or when the candidate is measured. The others continue."""
 
-    def candidates(rank: int, clock: list[float]) -> dict[str, AllToAll]:
+    def candidates(at: int, rank: int, clock: list[float]) -> dict[str, AllToAll]:
         def failing(error: Exception) -> AllToAll:
             calls = iter(range(1000))
 
@@ -175,10 +177,10 @@ def test_what_fails_or_hangs_on_one_rank_is_dropped_on_all(at: int) -> None:
 
         return {"hangs": failing(TimeoutError()), "right": _taking(clock, 0.1), "breaks": failing(OSError("it broke"))}
 
-    verdict = _verdicts(candidates, native=5.0)[0]
-    assert verdict.failures.keys() == {"hangs", "breaks"} and verdict.chosen == "right"
-    assert verdict.failures["breaks"] == "rank 12: it broke"
-    assert verdict.failures["hangs"].startswith("rank 12: ") and "8 s" in verdict.failures["hangs"]
+    for verdict in _verdicts(partial(candidates, 0), partial(candidates, 14), native=5.0):
+        assert verdict.failures.keys() == {"hangs", "breaks"} and verdict.chosen == "right"
+        assert verdict.failures["breaks"] == "rank 12: it broke"
+        assert verdict.failures["hangs"].startswith("rank 12: ") and "8 s" in verdict.failures["hangs"]
 
 
 def test_the_limit_is_for_all_exchanges_together() -> None:
