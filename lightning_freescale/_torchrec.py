@@ -1,6 +1,7 @@
 """Checks of the installed TorchRec, which only sharded embeddings and jagged batches need."""
 
 import warnings
+from ctypes import CDLL
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
@@ -23,26 +24,34 @@ def require_torchrec() -> None:
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         cause = error.__cause__ or error  # FBGEMM's error names its library; the cause names the missing dependency
         raise ImportError(
-            f"cannot import TorchRec ({cause}). Installed: {_installed()}. pip installs fbgemm-gpu, FBGEMM's build for CUDA, "
-            "which needs torch's build for CUDA and a driver. The build for the CPU, fbgemm-gpu-cpu, uses the same "
-            "folder. Both need a specific minor version of torch. " + _commands(all_found=not isinstance(error, ImportError))
+            f"cannot import TorchRec ({cause}). Installed: {_installed()}. "
+            + _commands(all_found=not isinstance(error, ImportError))
         ) from error
 
 
 def warn_of_fbgemm_for_cuda() -> None:
-    """Warn if FBGEMM cannot load because it is built for CUDA and torch is not.
+    """Warn if FBGEMM cannot load because it is built for CUDA, and torch is not or the machine has no driver.
 
     Without the warning, a module that imports TorchRec itself fails with only the name of a library.
     """
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        return
     built = _release("fbgemm-gpu")
-    if built and "cpu" not in built and not _release("fbgemm-gpu-cpu"):
+    if not built or "cpu" in built or _release("fbgemm-gpu-cpu") or torch.version.hip is not None:
+        return
+    if torch.version.cuda is None or not _has_driver():
         warnings.warn(
-            f"TorchRec cannot be imported, because FBGEMM is built for CUDA and torch is not. Installed: {_installed()}. "
+            f"TorchRec cannot be imported, because FBGEMM is built for CUDA. Installed: {_installed()}. "
             + _commands(all_found=True),
             stacklevel=3,
         )
+
+
+def _has_driver() -> bool:
+    """Return whether the library of the CUDA driver loads, which FBGEMM for CUDA needs. This does not initialize CUDA."""
+    try:
+        CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _installed() -> str:
@@ -62,17 +71,22 @@ def _minor(release: str) -> str:
 
 
 def _commands(all_found: bool) -> str:
-    """Return commands to install TorchRec. Without a GPU, they keep a compatible one, because pip would add FBGEMM for CUDA."""
+    """Return the commands that install TorchRec here. Without a driver, they keep a compatible one, because pip adds FBGEMM."""
     fits = _minor(torch.__version__) in FITTING
     torch_release, fbgemm, torchrec = FITTING[_minor(torch.__version__)] if fits else list(FITTING.values())[-1]
-    first = [] if fits else [f"torch=={torch_release}"]
-    if not all_found or _minor(_release("torchrec")) != _minor(torchrec):
-        first.append(f"torchrec=={torchrec}")
-    without_gpu = [f"pip install {' '.join(first)}"] if first else []
-    without_gpu += ["pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu", f"pip install fbgemm-gpu-cpu=={fbgemm}"]
-    torch_for_cuda = [] if fits and torch.version.cuda else [f"torch=={torch_release}"]
-    with_gpu = [
-        f"pip uninstall -y {'torch ' if torch_for_cuda else ''}fbgemm-gpu fbgemm-gpu-cpu",
-        f"pip install {' '.join([*torch_for_cuda, f'fbgemm-gpu=={fbgemm}', f'torchrec=={torchrec}'])}",
-    ]
-    return "\n    ".join(["Without a CUDA GPU, run", *without_gpu]) + "\n" + "\n    ".join(["With a CUDA GPU, run", *with_gpu])
+    uninstall = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+    if _has_driver():
+        for_cuda = bool(fits and torch.version.cuda)
+        found = "a CUDA driver, so FBGEMM must be the build for CUDA, fbgemm-gpu, and torch too"
+        commands = [
+            uninstall if for_cuda else f"{uninstall} torch",
+            f"pip install {'' if for_cuda else f'torch=={torch_release} '}fbgemm-gpu=={fbgemm} torchrec=={torchrec}",
+        ]
+    else:
+        found = "no CUDA driver, so FBGEMM must be the build for the CPU, fbgemm-gpu-cpu"
+        first = [] if fits else [f"torch=={torch_release}"]
+        if not all_found or _minor(_release("torchrec")) != _minor(torchrec):
+            first.append(f"torchrec=={torchrec}")
+        commands = [f"pip install {' '.join(first)}"] if first else []
+        commands += [uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}"]
+    return "\n    ".join([f"This machine has {found}. Run", *commands])

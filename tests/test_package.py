@@ -70,31 +70,62 @@ def test_says_what_is_missing() -> None:
     assert "pip install torchrec" in _python(f"{BLOCK}\ntry:\n    {code}\nexcept ImportError as e: print(e)")
 
 
-def _commands(gpu: bool, *asked: str) -> list[str]:
-    """Return the expected commands; ``asked`` lists torch, if another release is needed, FBGEMM and TorchRec."""
-    *torch, fbgemm, torchrec = asked
-    others = [*(f"torch=={each}" for each in torch), *([f"torchrec=={torchrec}"] if torchrec else [])]
-    uninstall = f"pip uninstall -y {'torch ' * (gpu and bool(torch))}fbgemm-gpu fbgemm-gpu-cpu"
-    if gpu:
-        return [uninstall, " ".join(["pip install", *others[:-1], f"fbgemm-gpu=={fbgemm}", others[-1]])]
-    return [*([" ".join(["pip install", *others])] if others else []), uninstall, f"pip install fbgemm-gpu-cpu=={fbgemm}"]
+UNINSTALL = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
+FOR_CPU = "pip install fbgemm-gpu-cpu=="
 
 
 @pytest.mark.parametrize(
-    ("error", "torch", "cuda", "without_gpu", "with_gpu"),
+    ("error", "torch", "cuda", "without_driver", "with_driver"),
     [
-        (OSError("libcuda.so.1"), "2.13.0+cpu", None, ("1.8.0", ""), ("2.13.0", "1.8.0", "1.8.0")),
-        (OSError("libcuda.so.1"), "2.13.1+cu126", "12.6", ("1.8.0", ""), ("1.8.0", "1.8.0")),
-        (AttributeError("jagged_2d"), "2.14.1+cu130", None, ("1.9.0", "1.9.2"), ("2.14.1", "1.9.0", "1.9.2")),
-        (ImportError("no torchrec"), "2.13.0", "12.6", ("1.8.0", "1.8.0"), ("1.8.0", "1.8.0")),
-        (OSError("libcuda.so.1"), "2.9.1", "12.6", NEWEST, NEWEST),
+        (
+            OSError("libcuda.so.1"),
+            "2.13.0+cpu",
+            None,
+            [UNINSTALL, f"{FOR_CPU}1.8.0"],
+            [f"{UNINSTALL} torch", "pip install torch==2.13.0 fbgemm-gpu==1.8.0 torchrec==1.8.0"],
+        ),
+        (
+            OSError("libcuda.so.1"),
+            "2.13.1+cu126",
+            "12.6",
+            [UNINSTALL, f"{FOR_CPU}1.8.0"],
+            [UNINSTALL, "pip install fbgemm-gpu==1.8.0 torchrec==1.8.0"],
+        ),
+        (
+            AttributeError("jagged_2d"),
+            "2.14.1+cu130",
+            "13.0",
+            ["pip install torchrec==1.9.2", UNINSTALL, f"{FOR_CPU}1.9.0"],
+            [UNINSTALL, "pip install fbgemm-gpu==1.9.0 torchrec==1.9.2"],
+        ),
+        (
+            ImportError("no torchrec"),
+            "2.13.0",
+            "12.6",
+            ["pip install torchrec==1.8.0", UNINSTALL, f"{FOR_CPU}1.8.0"],
+            [UNINSTALL, "pip install fbgemm-gpu==1.8.0 torchrec==1.8.0"],
+        ),
+        (
+            OSError("libcuda.so.1"),
+            "2.9.1",
+            "12.6",
+            ["pip install torch=={0} torchrec=={2}".format(*NEWEST), UNINSTALL, f"{FOR_CPU}{NEWEST[1]}"],
+            [f"{UNINSTALL} torch", "pip install torch=={} fbgemm-gpu=={} torchrec=={}".format(*NEWEST)],
+        ),
     ],
     ids=["for CUDA", "torch for CUDA", "mismatched", "missing", "another torch"],
 )
+@pytest.mark.parametrize("driver", [False, True])
 def test_a_torchrec_that_does_not_load_says_what_to_run(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, torch: str, cuda: Any, without_gpu: Any, with_gpu: Any
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    torch: str,
+    cuda: Any,
+    without_driver: list[str],
+    with_driver: list[str],
+    driver: bool,
 ) -> None:
-    """Without a GPU, keep a TorchRec that fits, because pip would also install FBGEMM for CUDA."""
+    """Name the commands for this machine alone. Without a driver, keep a TorchRec that fits; pip adds FBGEMM for CUDA."""
 
     def fails(name: str) -> None:
         if isinstance(error, OSError):
@@ -102,41 +133,62 @@ def test_a_torchrec_that_does_not_load_says_what_to_run(
         raise error
 
     monkeypatch.setattr(_torchrec, "import_module", fails)
-    _beside({"torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda, monkeypatch)
+    _beside({"torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, cuda, driver, monkeypatch)
     monkeypatch.setattr(_torchrec.torch, "__version__", torch)
     with pytest.raises(ImportError) as caught:
         _torchrec.require_torchrec()
-    text, parts = str(caught.value), str(caught.value).split("With a CUDA GPU")
+    text = str(caught.value)
     assert str(error) in text and f"torch {torch}" in text and "fbgemm-gpu 1.8.0" in text
-    for part, gpu, asked in zip(parts, (False, True), (without_gpu, with_gpu)):
-        assert [line.strip() for line in part.splitlines() if line.startswith("    ")] == _commands(gpu, *asked)
+    assert [line.strip() for line in text.splitlines()[1:]] == (with_driver if driver else without_driver)
 
 
-def _beside(releases: dict[str, str], cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that these releases are installed with a torch that is built for that CUDA."""
+def _beside(releases: dict[str, str], cuda: str | None, driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that these releases are installed with a torch built for that CUDA, on a machine with or without a driver."""
+
+    def load(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not driver:
+            raise OSError(name)
+
+    monkeypatch.setattr(_torchrec, "CDLL", load)
     monkeypatch.setattr(_torchrec, "_release", lambda package: releases.get(package, ""))
     monkeypatch.setattr(_torchrec.torch.version, "cuda", cuda)
 
 
 @pytest.mark.parametrize(
-    ("releases", "cuda", "warned"),
+    ("releases", "cuda", "driver", "warned"),
     [
-        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, None, 1),
-        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, "13.0", 0),
-        ({"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, None, 0),
-        ({"fbgemm-gpu": "1.8.0+cpu"}, None, 0),
-        ({}, None, 0),
+        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, None, False, [f"{FOR_CPU}1.9.0"]),
+        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, None, True, ["fbgemm-gpu==1.9.0"]),
+        ({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", False, [f"{FOR_CPU}1.9.0"]),
+        ({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", True, []),
+        ({"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, None, False, []),
+        ({"fbgemm-gpu": "1.8.0+cpu"}, None, False, []),
+        ({}, None, False, []),
     ],
 )
-def test_fbgemm_for_cuda_beside_another_torch_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, releases: dict[str, str], cuda: str | None, warned: int
+def test_fbgemm_for_cuda_that_cannot_load_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, releases: dict[str, str], cuda: str | None, driver: bool, warned: list[str]
 ) -> None:
     """Warn at import, because a module that imports TorchRec itself fails with only the name of a library."""
-    _beside(releases, cuda, monkeypatch)
+    _beside(releases, cuda, driver, monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _torchrec.warn_of_fbgemm_for_cuda()
-    assert ["fbgemm-gpu-cpu==" in str(warning.message) for warning in caught] == [True] * warned
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == len(warned) and all(command in text for command, text in zip(warned, texts))
+
+
+def test_readme_and_docs_show_the_commands_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the same commands in the README, on the page about installation and in the warning at import."""
+    _beside({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", False, monkeypatch)
+    with pytest.warns(UserWarning, match="no CUDA driver") as caught:
+        _torchrec.warn_of_fbgemm_for_cuda()
+    commands = [line.strip() for line in str(caught[0].message).splitlines()[1:]]
+    assert commands == [UNINSTALL, f"{FOR_CPU}{NEWEST[1]}"]
+    for page in ("README.md", "docs/install.md"):
+        lines = [line.partition("#")[0].strip() for line in (ROOT / page).read_text().splitlines()]
+        assert commands == [line for line in lines if line in commands], page
 
 
 def test_what_is_installed_here_is_one_of_the_sets() -> None:
