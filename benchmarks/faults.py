@@ -193,8 +193,12 @@ def _run_case(
         return found + _partial(checkpoints), seconds, "went_on"
     # the save of the last step may be incomplete, and one in the background until the next
     saved = 0 if case.faults[-1].how == "remove" else (steps - 1) // SAVES_EVERY - (case.checkpoint == "async")
-    if saved > 0 and not any(map(_is_whole, checkpoints.glob("*.ckpt"))):
-        return [*found, ("silent_losses", "no checkpoint is whole")], seconds, "failed"
+    left = [*checkpoints.glob("*.ckpt")]
+    if not any(map(_is_whole, left)):
+        if saved > 0:
+            return [*found, ("silent_losses", "no checkpoint is whole")], seconds, "failed"
+        if left and case.faults[-1].how == "remove":  # the fault has removed a part of the only checkpoint
+            return found, seconds, "failed"
     _damage(checkpoints, case)
     resumed = _attempt(replace(case, jobs=1), None, folder, checkpoints, "last", grace, job)
     if errors := [f"rank {rank}: {end.error[-2000:]}" for rank, end in enumerate(resumed.ends) if end.result is None]:
