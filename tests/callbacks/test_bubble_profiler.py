@@ -95,7 +95,7 @@ def test_delays_come_back_and_are_reported(tmp_path: Path) -> None:
     assert report.imbalance.hardware > 0.3 * DELAY > abs(report.imbalance.data)
     gains = {case.name: case.speed_up for case in report.what_if}
     assert gains["no data wait"] < 1.2 and gains.keys() >= {
-        *("perfect balance", "full overlap", "balance + overlap", "no contention")
+        *("perfect balance", "full overlap", "balance + overlap", "equal histories")
     }
     moved = {figures.name: figures.moved_bytes for figures in report.exchanges}
     assert {"embedding rows", "dense gradients"} <= moved.keys() and moved["embedding exchange (background)"] > 0

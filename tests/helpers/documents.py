@@ -42,7 +42,7 @@ def document(
     late = tuple(int(n) for n in np.bincount(compute.argmax(axis=1), minlength=ranks)) if ranks > 1 else (0,)
     waited = float((column(seconds, "transfer") + column(seconds, "wait")).mean())
     limit = float(seconds[..., 0].sum() / compute.sum())
-    gains = {"perfect balance": 0.6, "full overlap": 0.25, "balance + overlap": 0.9, "no data wait": 0.05, "no contention": 0.0}
+    gains = {"perfect balance": 0.6, "full overlap": 0.25, "balance + overlap": 0.9, "no data wait": 0.05}
     exchanges = (
         ("ids of user_history", 1.0, 0.1 * waited, 65_536),
         ("rows of user_history", 1.0, 0.5 * waited, 3_400_000),

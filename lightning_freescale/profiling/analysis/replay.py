@@ -33,12 +33,11 @@ class Schedule:
     Attributes:
         seconds: durations of the rows, see :class:`RankSegments`, shape ``[rows, ranks, len(COLUMNS)]``. ``transfer`` is minus
             infinity for ranks that do not take part.
-        steps: indices of the included steps.
+        steps: indices of the included steps, without those whose ranks waited in orders that contradict each other.
         first: first row of each step.
         starts: starts of the steps, shape ``[steps, ranks]``.
         walls: wall times of the steps without pauses, same shape.
         seams: True for steps that do not directly follow the step before, so that the clocks restart.
-        left_out: number of steps whose ranks waited in orders that contradict each other.
     """
 
     seconds: Floats
@@ -47,7 +46,6 @@ class Schedule:
     starts: Floats
     walls: Floats
     seams: NDArray[np.bool_]
-    left_out: int
 
     @classmethod
     def from_steps(cls, steps: Sequence[Sequence[RankSegments]]) -> Schedule:
@@ -62,7 +60,7 @@ class Schedule:
             seams[1:] = (np.abs(starts[1:] - ends[:-1]) > _SEAM).any(axis=1)
         first = np.cumsum([0, *(len(table) for table in seconds)])[:-1]
         table = np.concatenate(seconds) if seconds else np.zeros((0, 0, len(COLUMNS)))
-        return cls(table, np.array(kept, dtype=np.intp), first, starts, ends - starts - pauses, seams, len(steps) - len(kept))
+        return cls(table, np.array(kept, dtype=np.intp), first, starts, ends - starts - pauses, seams)
 
     def column(self, name: str) -> Floats:
         """Return a column of ``COLUMNS``, shape ``[rows, ranks]``."""
@@ -273,10 +271,10 @@ def _play(
 class Replay:
     """Replays the steps of all ranks.
 
-    A rank's clock takes at least the rank's own work, so only the case without contention, which reduces compute, exceeds the
-    limit. Clocks are sums, maxima and minima of durations, so shorter durations give speed-ups of at least 1. Equal compute is
-    an exception, because it lengthens the compute of some ranks. It cannot hurt ranks that are equal otherwise (the time is
-    convex in their compute), but it can if the rank that computes less waits longer for data. Then it counts as 1.
+    A rank's clock takes at least the rank's own work, so no speed-up exceeds the limit. Clocks are sums, maxima and minima of
+    durations, so shorter durations give speed-ups of at least 1. Equal compute is an exception, because it lengthens the
+    compute of some ranks. It cannot hurt ranks that are equal otherwise (the time is convex in their compute), but it can if
+    the rank that computes less waits longer for data. Then it counts as 1.
 
     With ``prefetched`` batches of loader workers, a wait for data ends when the batch is ready, so time saved elsewhere may be
     spent waiting for data. Without workers, a batch takes the rank the measured time. The speed of workers that no rank waited
@@ -290,14 +288,13 @@ class Replay:
 
     Attributes:
         error: mean deviation of the unaltered replay from the measured wall times / mean wall time.
-        left_out: number of steps that are not replayed, because their ranks waited in orders that contradict each other.
         unseen: True if there are workers, and most batches were ready before a rank asked for them.
         compute: seconds of each step on each rank, shape ``[steps, ranks]``.
     """
 
     def __init__(self, steps: Sequence[Sequence[RankSegments]], prefetched: int = 0) -> None:
         self.schedule = schedule = Schedule.from_steps(steps)
-        self.left_out, self.error, self.unseen = schedule.left_out, 0.0, False
+        self.error, self.unseen = 0.0, False
         if not len(schedule.steps):
             return
         pauses, ahead = schedule.column("pause"), schedule.column("ahead")

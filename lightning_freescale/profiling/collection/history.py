@@ -14,7 +14,7 @@ from lightning_freescale.profiling.analysis.breakdown import arrivals_of, bubble
 from lightning_freescale.profiling.analysis.imbalance import PlannedStep, planned_balance, split_imbalance
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankSegments, RankWindow
 from lightning_freescale.profiling.analysis.replay import Replay
-from lightning_freescale.profiling.analysis.what_if import WhatIf, contention, what_if
+from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from lightning_freescale.profiling.recording.memory import MemoryReading, MemoryWindows
 from lightning_freescale.profiling.recording.records import ResolvedStep
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
@@ -136,10 +136,8 @@ class History:
         enough = divided.mean() >= _ENOUGH  # a few windows with uncertain clocks do not prevent the division
         chosen = np.flatnonzero(divided) if enough else np.arange(len(last))
         replay = Replay([segments[k] for k in chosen], _PREFETCHED * (self._run.num_workers or 0))
-        hidden = column(breakdown, "hidden")
-        slowed = contention(column(breakdown, "compute"), hidden, expected)
         costs = None if expected is None else expected[last[chosen]]
-        cases = what_if(replay, slowed, hidden[last[chosen]], divided=bool(enough), expected=costs, padding=padding)
+        cases = what_if(replay, divided=bool(enough), expected=costs, padding=padding)
         return cases, last[chosen][replay.schedule.steps] if cases else None
 
     def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.reporting.verdict import PARTED, WORTH_DOING, in_ms, steps_of
+from lightning_freescale.profiling.reporting.verdict import PARTED, in_ms, steps_of
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -184,8 +184,6 @@ def _overlap(document: Document) -> str | None:
 def _what_if(document: Document) -> str | None:
     cases = []
     for case in document["what_if"]:
-        if case["name"] == "no contention" and (case["speed_up"] or 0.0) < WORTH_DOING:
-            continue  # contention is rare, and the page has a row that gives the reason
         gain = "left out" if case["speed_up"] is None else f"{case['speed_up']:.2f}x"
         cases.append(f"{case['name']} {gain}" + (f" ({case['note']})" if case["note"] else ""))
     limit = next((case["limit"] for case in document["what_if"] if case["limit"] is not None), None)

@@ -1,8 +1,7 @@
-"""Estimates from noisy measurements: causes of imbalance, contention, growing memory, and planned balance."""
+"""Estimates from noisy measurements: causes of imbalance, growing memory, and planned balance."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from lightning_freescale.balance.cost import CostModel, sample_features
 from lightning_freescale.profiling import PlannedStep
 from lightning_freescale.profiling.analysis.imbalance import Imbalance, planned_balance, split_imbalance
-from lightning_freescale.profiling.analysis.what_if import contention
 from lightning_freescale.profiling.recording.memory import MemoryWindows
 
 
@@ -110,59 +108,6 @@ def test_ranks_of_two_makes() -> None:
     assert set(split_imbalance(compute, even, speed).slow) == {0, 3, 5}
     spread = np.linspace(1, 1.4, 8) / 1.17
     assert split_imbalance(even * spread, even, spread).slow == {}
-
-
-def _run(share: float, seed: int = 0, flight: float = 1.0, noise: float = 0.05) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exchanges of random length, which slow down compute as long as they last: compute, hidden and expected seconds."""
-    rng = np.random.default_rng(seed)
-    expected = rng.lognormal(0, 0.3, (300, 4))
-    alone = expected * rng.uniform(1, 1.5, 4) * (1 + noise * rng.standard_normal((300, 4)))
-    length = flight * rng.uniform(0.1, 1.0, (300, 4))
-    compute = np.where(alone / (1 - share) <= length, alone / (1 - share), alone + share * length)
-    return compute, np.minimum(length, compute), expected
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3])
-def test_contention_is_found_within_its_error(share: float) -> None:
-    found = [contention(*_run(share, seed)) for seed in range(20)]
-    assert all(one.reason is None and abs(one.share - share) < 4 * one.error for one in found)
-    assert np.mean([one.share for one in found]) == pytest.approx(share, rel=0.1)
-    assert np.std([one.share for one in found]) == pytest.approx(np.mean([one.error for one in found]), rel=0.6)
-    compute, hidden, expected = _run(share)
-    hiccups = np.random.default_rng(1).random(compute.shape) < 0.03
-    outliers = contention(np.where(hiccups, 20 * compute, compute), hidden, expected)
-    assert outliers.share == pytest.approx(share, abs=4 * outliers.error) and outliers.error < 0.03
-
-
-def test_contention_is_seldom_seen_where_there_is_none() -> None:
-    seen = [contention(*_run(0.0, seed)).share > 0 for seed in range(100)]
-    assert sum(seen) <= 6
-    assert "noise" in (contention(*_run(0.0, seen.index(False))).reason or "")
-    # exchanges as long as compute: hidden seconds follow compute there, not the other way round
-    assert contention(*_run(0.0, flight=20.0)).share == 0
-    for noise in (0.05, 0.3):
-        covered = contention(*_run(0.0, flight=1000.0, noise=noise))
-        assert (covered.share, covered.error) == (0, math.inf)
-        assert "cover" in (covered.reason or "")
-
-
-def test_steps_in_common_do_not_look_like_more_evidence() -> None:
-    """Ranks that slow down together are one observation a step."""
-    one, many = (contention(*(np.tile(each[:, :1], ranks) for each in _run(0.2))) for ranks in (1, 8))
-    assert (many.share, many.error) == pytest.approx((one.share, one.error)) and one.error > 0
-
-
-def test_why_contention_cannot_be_known() -> None:
-    compute, hidden, expected = _run(0.2)
-    nothing = contention(compute, np.zeros_like(hidden), expected)
-    assert (nothing.share, nothing.error) == (0.0, math.inf) and "hardly any" in (nothing.reason or "")
-    assert "cost model" in (contention(compute, hidden, None).reason or "")
-    assert "same time" in (contention(compute, np.full_like(hidden, 0.1), expected).reason or "")
-    assert "more than" in (contention(expected + 3 * hidden, hidden, expected).reason or "")
-    less = contention(expected - 0.2 * hidden, hidden, expected)
-    assert less.share == 0 and "no longer" in (less.reason or "")
-    idle = compute * [1, 1, 1, 0]
-    assert contention(idle, hidden, expected).share == pytest.approx(0.2, abs=0.05)
 
 
 MB = 1e6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_freescale.profiling.analysis.breakdown import intervals_of
 from lightning_freescale.profiling.analysis.rank_window import COLUMNS, RankSegments, segments_of
 from lightning_freescale.profiling.analysis.replay import Replay, Schedule
-from lightning_freescale.profiling.analysis.what_if import Contention, WhatIf, what_if
+from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
 from lightning_freescale.profiling.recording.records import Interval, ResolvedCollective, ResolvedStep
 from tests.helpers.profiled_runs import Rank, meet, planned_run, random_run, run_behind_workers, run_segments, wall
 
@@ -91,10 +91,10 @@ def _exchange_of_messages(rank: int, gap: float = 1e-5) -> RankSegments:
 
 def test_ranks_agree_on_the_order_of_messages_that_they_wait_for_together() -> None:
     schedule = Schedule.from_steps([[_exchange_of_messages(0), _exchange_of_messages(1)]])
-    assert schedule.left_out == 0
+    assert schedule.steps.tolist() == [0]
     assert schedule.column("compute").sum(axis=0) == pytest.approx([1.0, 4.0])
     # with work in between, each rank waits for the other's second message: no order would do
-    assert Schedule.from_steps([[_exchange_of_messages(0, 0.1), _exchange_of_messages(1, 0.1)]]).left_out == 1
+    assert Schedule.from_steps([[_exchange_of_messages(0, 0.1), _exchange_of_messages(1, 0.1)]]).steps.size == 0
     keys = [f"world 0>1 0:3.{number}" for number in (9, 10)]
     waits = [(key, 1.0, 1.0 + k, 2.0 + k, 2.0 + k) for k, key in enumerate(keys)]
     assert _segments([], waits, [1.0, 1.0], "recv").keys == tuple(keys), "messages of a pair stay in their order"
@@ -122,15 +122,15 @@ def _by_name(cases: tuple[WhatIf, ...]) -> dict[str, WhatIf]:
 def test_no_case_beats_its_limit_or_does_harm(size: tuple[int, int, int], prefetched: int) -> None:
     """With subgroups, pauses, exchanges issued a step ahead, ends that are noticed late, and clocks that disagree."""
     replay = Replay(run_segments(random_run(*size)), prefetched)
-    assert replay.left_out == 0 and replay.error < 1e-9
+    assert replay.error < 1e-9
     assert replay.speed_up() == pytest.approx(1.0, abs=1e-9)
-    limit, hidden = replay.limit(replay.compute) + 1e-9, 0.5 * replay.compute
+    limit = replay.limit(replay.compute) + 1e-9
     for gain in (replay.speed_up(overlap=True), replay.speed_up(data=False), replay.speed_up(host=False)):
         assert 1 - 1e-9 <= gain <= limit
-    even, less = _even(replay.compute), replay.compute - 0.3 * hidden
+    even, less = _even(replay.compute), 0.85 * replay.compute
     assert replay.speed_up(even) - 1e-9 <= replay.speed_up(even, overlap=True) <= limit
     assert 1 - 1e-9 <= replay.speed_up(less) <= replay.limit(less) + 1e-9
-    for case in what_if(replay, Contention(0.3, 0.01), hidden):
+    for case in what_if(replay):
         assert 1 <= case.speed_up <= case.limit
 
 
@@ -260,16 +260,6 @@ def test_gap_between_steps_sets_the_clocks_anew() -> None:
     assert replay.speed_up(np.full((2, 2), 2.0)) == pytest.approx((6 + 11) / (4 + 9))
 
 
-def test_contention() -> None:
-    replay, hidden = Replay(_blocking(1.0, *[(2.0, 2.0)] * 3)), np.full((3, 2), 2.0)
-    case = _by_name(what_if(replay, Contention(0.25, 0.01), hidden))["no contention"]
-    assert (case.speed_up, case.limit) == (pytest.approx(3 / 2.5), pytest.approx(3 / 1.5))
-    assert "25%" in (case.note or "")
-    case = _by_name(what_if(replay, Contention(0.0, 0.1, "a reason"), hidden))["no contention"]
-    assert case == WhatIf("no contention", None, None, "a reason")
-    assert "no contention" not in _by_name(what_if(replay))
-
-
 def test_without_padding() -> None:
     replay = Replay(_blocking(1.0, *[(2.0, 2.0)] * 3))
     case = _by_name(what_if(replay, padding=0.75))["no padding"]
@@ -279,12 +269,12 @@ def test_without_padding() -> None:
 
 
 def test_without_divided_waits_balance_and_overlap_are_left_out() -> None:
-    run, hidden = run_segments(planned_run(*_plan(3, 2, 6))), np.full((6, 2), 0.1)
-    known, undivided = (_by_name(what_if(Replay(run), Contention(0.3, 0.01), hidden, divided=each)) for each in (True, False))
+    run = run_segments(planned_run(*_plan(3, 2, 6)))
+    known, undivided = (_by_name(what_if(Replay(run), padding=0.3, divided=each)) for each in (True, False))
     for name in ("perfect balance", "full overlap", "balance + overlap"):
         assert (undivided[name].speed_up, undivided[name].limit) == (None, None)
         assert "clocks" in (undivided[name].note or "")
-    for name in ("no data wait", "no contention"):
+    for name in ("no data wait", "no host overhead", "no padding"):
         assert undivided[name] == known[name]
 
 
@@ -293,14 +283,14 @@ def test_steps_without_a_common_order_are_left_out() -> None:
     rank = run[3][1]
     turned = replace(rank, keys=rank.keys[::-1])
     replay = Replay([*run[:3], [run[3][0], turned], *run[4:]])
-    assert (replay.left_out, replay.schedule.steps.tolist()) == (1, [0, 1, 2, 4, 5])
+    assert replay.schedule.steps.tolist() == [0, 1, 2, 4, 5]
     assert replay.error < 1e-9
-    hidden = np.arange(12.0).reshape(6, 2) * 1e-3
-    less = replay.speed_up(replay.compute - 0.5 * hidden[[0, 1, 2, 4, 5]])
-    assert what_if(replay, Contention(0.5, 0.1), hidden)[-1].speed_up == pytest.approx(less, abs=1e-12)
+    expected = np.insert(replay.compute, 3, [9.0, 1.0], axis=0)
+    equal = _by_name(what_if(replay, expected=expected))["equal histories"].speed_up
+    assert equal == pytest.approx(replay.speed_up(_even(replay.compute)), abs=1e-12) and equal > 1
     assert what_if(Replay([[run[3][0], turned]])) == ()
     twice = replace(rank, keys=(rank.keys[0], *rank.keys[:-1]))
-    assert Replay([[run[3][0], twice]]).left_out == 1
+    assert not len(Replay([[run[3][0], twice]]).schedule.steps)
 
 
 def test_nothing_to_replay_and_inexact_replays() -> None:

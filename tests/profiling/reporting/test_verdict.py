@@ -17,8 +17,7 @@ from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import _ADVICE, _HOW, BubbleVerdict, verdict_line, verdict_on
 from tests.helpers.reports import full_report, report_of, run_info, step
 
-CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead")
-CASES += ("no contention", "no padding")
+CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no padding")
 UNDIVIDED = WaitAttribution(False, 0.0, "the clocks were never compared")
 
 

@@ -14,7 +14,7 @@ PLAN = {
 IDEAS = [
     {"name": "perfect balance", "speed_up": 1.25, "limit": 1.5, "note": "a note"},
     {"name": "no data wait", "speed_up": 1.0, "limit": 1.5, "note": None},
-    {"name": "no contention", "speed_up": 0.98, "limit": 1.5, "note": None},
+    {"name": "no padding", "speed_up": 0.98, "limit": 1.5, "note": None},
     {"name": "full overlap", "speed_up": None, "limit": None, "note": "the clocks were not aligned"},
 ]
 CAUSES = {"data_s": 0.006, "hardware_s": 0.003, "jitter_s": 0.001, "slow_ranks": {"3": 1.3}, "residual": None}
