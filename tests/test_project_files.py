@@ -60,7 +60,7 @@ def test_the_oldest_dependencies_are_the_lower_bounds() -> None:
     oldest = {one.name: one.specifier for one in map(Requirement, (line for line in lines if not line.startswith("#")))}
     bounds = {
         one.name: min(bound.version for bound in one.specifier if bound.operator == ">=")
-        for key in ("dependencies", "cli", "plot", "report")
+        for key in ("dependencies", "cli", "report")
         for one in requirements_in_pyproject(key)
         if any(bound.operator == ">=" for bound in one.specifier)
     }
@@ -78,7 +78,7 @@ def test_the_tested_versions_are_exact_and_are_what_the_project_asks_for() -> No
     versions = {name: next(iter(one.specifier)).version for name, one in tested.items()}
     assert not any("+" in version for version in versions.values()), "a build that other machines have not"
     versions["fbgemm-gpu"] = versions["fbgemm-gpu-cpu"]
-    for key in ("dependencies", "cli", "plot", "docs", "test", "lint"):
+    for key in ("dependencies", "cli", "docs", "test", "lint"):
         for one in requirements_in_pyproject(key):
             assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
 
