@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.recording.memory import MemoryWindows
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, WaitAttribution
@@ -61,6 +61,13 @@ def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, c
     return report_of(parts, samples, run=run_info(label=label, **run))
 
 
+def plan(fitted_steps: int = 0) -> dict[str, Any]:
+    """As ``balance`` of the document."""
+    compute = {"as_drawn": 1.4, "balanced": 1.1, "lower_bound": 1.05, "gap": 1.1 / 1.05 - 1}
+    tokens = {"as_drawn": 1.3, "balanced": 1.02, "fullest": 0.973}
+    return {"compute": compute, "tokens": tokens, "fitted_steps": fitted_steps}
+
+
 def full_report(**changes: Any) -> BubbleReport:
     """With everything a report may have."""
     row = step(
@@ -79,7 +86,8 @@ def full_report(**changes: Any) -> BubbleReport:
             True, 5e-5, None, {"round_trip_s": 1e-4, "syncs": 3, "rejected": 12, "drift": 1e-7}
         ),
         "imbalance": Imbalance("cost model", 0.0112, 0.0006, 0.0002, (1.0,) * (ranks - 1) + (1.31,), {ranks - 1: 1.31}, 0.03),
-        "balance": PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 2, len(parts), 0.25, "batch, planned"),
+        "balance": plan(fitted_steps=2),
+        "padded": {"kind": "batch, planned", "tokens": 0.25},
         "memory": growing_memory(ranks),
         "heat": HEAT,
         "what_if": (

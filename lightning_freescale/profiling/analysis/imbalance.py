@@ -45,56 +45,46 @@ class PlannedStep:
     padded: str | None = None
 
 
-@dataclass(frozen=True)
-class PlannedBalance:
-    """Means of :class:`PlannedStep` over the steps, weighted by compute; ``gap`` is ``balanced`` / ``lower_bound`` - 1."""
+def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> dict[str, Any] | None:
+    """Return ``balance`` of the document: means over the steps, weighted by compute; None if a plan is unknown.
 
-    unbalanced: float
-    balanced: float | None
-    lower_bound: float
-    gap: float | None
-    tokens_unbalanced: float | None
-    tokens_balanced: float | None
-    tokens_fullest: float | None
-    fitted_steps: int
-    steps: int
-    padding: float | None = None
-    padded: str | None = None
-
-
-def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> PlannedBalance | None:
-    """Summarize the plans of the steps; return None if one is unknown. ``compute`` has seconds, shape ``[steps, ranks]``."""
+    ``compute`` has seconds, shape ``[steps, ranks]``.
+    """
     known = [plan for plan in plans if plan is not None]
     if len(known) < len(plans) or not known:
         return None
     seconds = compute.mean(axis=1)
     weights = seconds / seconds.sum() if seconds.any() else np.full(len(known), 1 / len(known))
 
-    def mean(values: list[Any]) -> float:
-        return float(np.array(values) @ weights)
-
-    def mean_if_known(name: str) -> float | None:
+    def mean(name: str) -> Any:
         values = [getattr(plan, name) for plan in known]
-        return None if None in values else mean(values)
+        return None if None in values else float(np.array(values) @ weights)
 
-    unbalanced, bound = mean([plan.unbalanced for plan in known]), mean([plan.lower_bound for plan in known])
-    balanced = mean_if_known("balanced")
+    means = {"as_drawn": mean("unbalanced"), "balanced": mean("balanced"), "lower_bound": mean("lower_bound")}
+    # rounding may make the gap negative
+    gap = None if means["balanced"] is None else max(0.0, means["balanced"] / means["lower_bound"] - 1)
     fullest = [plan.tokens_fullest for plan in known if plan.tokens_fullest is not None]
-    padded = [(plan.padded, plan.padding, weight) for plan, weight in zip(known, weights) if plan.padding is not None]
-    kinds, padding, seconds_of_padded = zip(*padded) if padded else ((None,), (), ())
-    return PlannedBalance(
-        unbalanced,
-        balanced,
-        bound,
-        gap=None if balanced is None else max(0.0, balanced / bound - 1),  # rounding may make it negative
-        tokens_unbalanced=mean_if_known("tokens_unbalanced"),
-        tokens_balanced=mean_if_known("tokens_balanced"),
-        tokens_fullest=max(fullest) if fullest else None,
-        fitted_steps=sum(plan.fitted for plan in known),
-        steps=len(known),
-        padding=float(np.average(padding, weights=seconds_of_padded if any(seconds_of_padded) else None)) if padded else None,
-        padded=kinds[-1],
-    )
+    tokens = {"as_drawn": mean("tokens_unbalanced"), "balanced": mean("tokens_balanced"), "fullest": max(fullest, default=None)}
+    return {
+        "compute": {**means, "gap": gap},
+        "tokens": None if tokens["as_drawn"] is None else tokens,
+        "fitted_steps": sum(plan.fitted for plan in known),
+    }
+
+
+def planned_padding(plans: Sequence[PlannedStep | None], compute: Floats) -> dict[str, Any] | None:
+    """Return the last ``kind`` of padding, and the share of the computed ``tokens`` over the steps in which it is known.
+
+    The share is weighted by ``compute``, see :func:`planned_balance`. The result is None if no step has padding.
+    """
+    padded = [
+        (plan, seconds) for plan, seconds in zip(plans, compute.mean(axis=1)) if plan is not None and plan.padding is not None
+    ]
+    if not padded:
+        return None
+    known, weights = zip(*padded)
+    tokens = np.average([plan.padding for plan in known], weights=weights if any(weights) else None)
+    return {"kind": known[-1].padded, "tokens": float(tokens)}
 
 
 @dataclass(frozen=True)

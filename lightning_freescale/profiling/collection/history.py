@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import arrivals_of, bubble, column, intervals_of, last_arrivals, wall_of
-from lightning_freescale.profiling.analysis.imbalance import PlannedStep, planned_balance, split_imbalance
+from lightning_freescale.profiling.analysis.imbalance import PlannedStep, planned_balance, planned_padding, split_imbalance
 from lightning_freescale.profiling.analysis.rank_window import ExchangeSums, RankSegments, RankWindow
 from lightning_freescale.profiling.analysis.replay import Replay
 from lightning_freescale.profiling.analysis.what_if import WhatIf, what_if
@@ -100,14 +100,15 @@ class History:
         expected, slowness = self._fitted(compute, worked_on) or (None, None)
         exchanges = self._exchange_sums()
         balance = planned_balance(plans, compute)
-        padding = None if balance is None else balance.padding
-        cases, replayed = self._what_if(breakdown, expected, padding) if traced is not None else ((), None)
+        padded = None if balance is None else planned_padding(plans, compute)
+        cases, replayed = self._what_if(breakdown, expected, padded and padded["tokens"]) if traced is not None else ((), None)
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
             features=worked_on,
             predicted=_known(predicted),
             balance=balance,
+            padded=padded,
             steps=np.array(steps),
             run=self._run,
             wait_attribution=wait_attribution,

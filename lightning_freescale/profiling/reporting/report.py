@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES, bubble, column
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.recording.memory import MemoryWindows
 from lightning_freescale.profiling.reporting.document import (
@@ -65,7 +65,8 @@ class BubbleReport:
         last: number of last arrivals of each rank; empty without exchanges.
         features: features of every step and rank, shape ``[steps, ranks, features]``; None if unknown.
         predicted: predicted compute in a unit that the ranks of a step share, shape ``[steps, ranks]``; None if unknown.
-        balance: planned balance of the steps; None without plans.
+        balance: planned balance of the steps, as in the document; None without plans.
+        padded: ``kind`` and ``tokens`` of ``padding``; None if unknown or not padded.
         memory: memory of every rank at the end of every window; None if unknown.
         heat: hot rows of the embedding tables, as in the document; None if no row can be hot.
         replayed: indices of the replayed steps; None for all.
@@ -88,7 +89,8 @@ class BubbleReport:
     last: Sequence[int] = ()
     features: Floats | None = None
     predicted: Floats | None = None
-    balance: PlannedBalance | None = None
+    balance: Mapping[str, Any] | None = None
+    padded: Mapping[str, Any] | None = None
     memory: MemoryWindows | None = None
     heat: Mapping[str, Any] | None = None
     replayed: NDArray[np.intp] | None = None
@@ -148,10 +150,7 @@ class BubbleReport:
 
         The share of the wall time assumes compute proportional to the tokens.
         """
-        if self.balance is None or self.balance.padding is None:
-            return None
-        tokens = self.balance.padding
-        return {"kind": self.balance.padded, "tokens": tokens, "time": tokens * self.shares["compute"]}
+        return self.padded and {**self.padded, "time": self.padded["tokens"] * self.shares["compute"]}
 
     def document(self, series: bool = True) -> Document:
         """Return the JSON document that ``schema.json`` describes, with or without the ``series`` of single steps.
@@ -171,7 +170,7 @@ class BubbleReport:
             "verdict": None,
             "ranks": [_rank(self, rank) for rank in range(self.breakdown.shape[1])],
             "imbalance": None if self.imbalance is None else _imbalance(self.imbalance),
-            "balance": None if self.balance is None else _balance(self.balance),
+            "balance": self.balance,
             "memory": None if self.memory is None else _memory(self.memory),
             "heat": self.heat,
             "what_if": [vars(case) for case in self.what_if],
@@ -249,16 +248,6 @@ def _replay(report: BubbleReport) -> Document:
 def _imbalance(imbalance: Imbalance) -> Document:
     seconds = _seconds(imbalance, "data", "hardware", "jitter")
     return {"method": imbalance.method, **seconds, "slow_ranks": imbalance.slow, "residual": imbalance.residual}
-
-
-def _balance(planned: PlannedBalance) -> Document:
-    compute = {"as_drawn": planned.unbalanced, "balanced": planned.balanced, "lower_bound": planned.lower_bound}
-    tokens = {"as_drawn": planned.tokens_unbalanced, "balanced": planned.tokens_balanced, "fullest": planned.tokens_fullest}
-    return {
-        "compute": {**compute, "gap": planned.gap},
-        "tokens": None if planned.tokens_unbalanced is None else tokens,
-        "fitted_steps": planned.fitted_steps,
-    }
 
 
 def _memory(memory: MemoryWindows) -> Document:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_freescale.balance.cost import CostModel, sample_features
 from lightning_freescale.profiling import PlannedStep
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, planned_balance, split_imbalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance, planned_balance, planned_padding, split_imbalance
 from lightning_freescale.profiling.recording.memory import MemoryWindows
 
 
@@ -168,24 +168,19 @@ def test_plans_are_weighted_by_their_compute_as_the_measured_imbalance_is() -> N
     compute = np.array([[1.0, 1.0], [4.0, 2.0]])
     found = planned_balance([ONE, OTHER], compute)
     assert found is not None
-    assert (found.unbalanced, found.balanced, found.lower_bound) == pytest.approx((1.7, 1.4, 1.15))
-    assert found.gap == pytest.approx(1.4 / 1.15 - 1)
-    assert (found.tokens_unbalanced, found.tokens_balanced) == pytest.approx((1.2, 1.05))
-    assert (found.tokens_fullest, found.fitted_steps, found.steps) == (0.7, 1, 2)
+    planned = {"as_drawn": 1.7, "balanced": 1.4, "lower_bound": 1.15, "gap": 1.4 / 1.15 - 1}
+    assert found["compute"] == pytest.approx(planned) and found["fitted_steps"] == 1
+    assert found["tokens"] == pytest.approx({"as_drawn": 1.2, "balanced": 1.05, "fullest": 0.7})
     alike = planned_balance([ONE, OTHER], np.zeros((2, 2)))
-    assert alike is not None and alike.unbalanced == pytest.approx(1.6), "without compute"
+    assert alike is not None and alike["compute"]["as_drawn"] == pytest.approx(1.6), "without compute"
     assert planned_balance([ONE, None], compute) is None and planned_balance([], compute[:0]) is None
     drawn = planned_balance([ONE, PlannedStep(1.8, None, 1.2)], compute)
-    assert drawn is not None and drawn.balanced is drawn.gap is drawn.tokens_unbalanced is None
-    assert drawn.tokens_fullest == 0.7
+    assert drawn is not None and drawn["compute"]["balanced"] is drawn["compute"]["gap"] is drawn["tokens"] is None
 
 
 def test_padding_is_weighted_by_the_compute_of_the_steps_in_which_it_is_known() -> None:
     compute = np.array([[5.0, 5.0], [1.0, 1.0], [4.0, 2.0]])
     padded = [replace(plan, padding=share, padded="batch") for plan, share in ((ONE, 0.2), (OTHER, 0.6))]
-    found = planned_balance([ONE, *padded], compute)
-    assert found is not None and (found.padding, found.padded) == (pytest.approx(0.5), "batch")
-    without = planned_balance([ONE, ONE, OTHER], compute)
-    assert without is not None and (without.padding, without.padded) == (None, None)
-    idle = planned_balance(padded, np.zeros((2, 2)))
-    assert idle is not None and idle.padding == pytest.approx(0.4)
+    assert planned_padding([ONE, *padded], compute) == {"kind": "batch", "tokens": pytest.approx(0.5)}
+    assert planned_padding([ONE, ONE, OTHER], compute) is None
+    assert planned_padding(padded, np.zeros((2, 2))) == {"kind": "batch", "tokens": pytest.approx(0.4)}

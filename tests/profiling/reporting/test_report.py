@@ -1,28 +1,22 @@
-"""The report's figures, its text, its line beside a progress bar and its picture, on parts whose truth is known."""
+"""The report's figures, its text and its line beside a progress bar, on parts whose truth is known."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lightning_freescale
-import lightning_freescale.profiling.reporting.page as page
 from lightning_freescale.callbacks.bubble_profiler import _live_text
-from lightning_freescale.callbacks.loggers import _COLORS, draw
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.collection.history import window_scalars
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, Overhead, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
-from tests.helpers.reports import HEAT, full_report, growing_memory, report_of, run_info, step
-
-PLAN = PlannedBalance(1.4, 1.1, 1.05, 1.1 / 1.05 - 1, 1.3, 1.02, 0.973, 0, 3)
+from tests.helpers.reports import HEAT, full_report, growing_memory, plan, report_of, run_info, step
 
 
 def _two_ranks(**changes: Any) -> BubbleReport:
@@ -184,19 +178,20 @@ def test_a_plan_has_a_row_of_compute_and_one_of_tokens_and_says_by_which_costs()
         (3, "fitted to measured times"),
         (2, "as given in 1 step, fitted to measured times in 2"),
     ):
-        plan = replace(PLAN, fitted_steps=fitted)
-        report = _two_ranks(balance=plan, predicted=np.ones((3, 2)))
+        report = _two_ranks(balance=plan(fitted), predicted=np.ones((3, 2)))
         lines = _lines(report, "         as drawn")
         assert " ".join(lines[1].split()) == "compute 1.400 1.100 1.050 4.76% 1.333"
         assert lines[2].split()[:6] == ["tokens", "1.300", "1.020", "-", "-", "-"] and "97.3%" in lines[2]
         assert costs in lines[2]
         assert str(report).count("predicted by") == 1, "one figure of each"
-    plan = replace(PLAN, balanced=None, gap=None, tokens_balanced=None, tokens_fullest=None)
-    lines = _lines(_two_ranks(balance=plan), "         as drawn")
+    drawn = plan()
+    drawn["compute"] |= {"balanced": None, "gap": None}
+    drawn["tokens"] |= {"balanced": None, "fullest": None}
+    lines = _lines(_two_ranks(balance=drawn), "         as drawn")
     assert lines[1].split() == ["compute", "1.400", "-", "1.050", "-", "1.333"] and "1.300 - - - -" in " ".join(
         lines[2].split()
     )
-    untold = _two_ranks(balance=replace(plan, tokens_unbalanced=None))
+    untold = _two_ranks(balance={**drawn, "tokens": None})
     assert "\ntokens" not in str(untold) and untold.document()["balance"]["tokens"] is None
     assert _two_ranks().document()["balance"] is None and "lower bound" not in str(_two_ranks())
 
@@ -282,34 +277,8 @@ def test_the_largest_cause_beside_a_progress_bar() -> None:
     assert _live_text({f"freescale/bubble/{name}": value for name, value in shares.items()}) == "31.4% (data wait 5.0%)"
 
 
-def test_the_bars_of_the_picture_are_the_seconds_of_the_parts() -> None:
-    row = {"data_wait": 0.01, "forward": 0.03, "backward": 0.04, "straggler_wait": 0.015}
-    slow = {**row, "forward": 0.05, "straggler_wait": 0.0}
-    above, below = draw(report_of(np.array([[step(0.1, **row), step(0.1, **slow)]] * 4))).axes
-    bars = {box.get_label(): [bar.get_width() for bar in box] for box in above.containers}
-    assert bars["forward"] == pytest.approx([0.03, 0.05])
-    assert bars["straggler wait"] == pytest.approx([0.015, 0.0])
-    assert "transfer" not in bars, "the legend has no part that takes no time"
-    ends = [max(bar.get_x() + bar.get_width() for box in above.containers for bar in box)]
-    assert ends == pytest.approx([0.1]), "they add up to the step"
-    assert [label.get_text() for label in above.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert below.lines[0].get_ydata() == pytest.approx([1 - 0.16 / 0.2] * 4)
-    assert "20.0%" in above.get_title()
-
-
-def test_the_picture_has_the_ranks_with_the_largest_bubbles() -> None:
-    parts = np.array([[step(0.1, forward=0.09 - 0.001 * rank) for rank in range(64)]])
-    figure = draw(report_of(parts))
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [f"rank {rank}" for rank in range(32, 64)]
-    assert "32 of 64 ranks" in figure.axes[0].get_title()
-    style = (Path(page.__file__).parent / "page" / "page.css").read_text()
-    light = dict(re.findall(r"--(\w+): (#\w{6});", style.split("@media")[0]))
-    assert {name: light[name] for name in _COLORS} == _COLORS, "colours are those of the page"
-
-
 def test_padding_is_a_part_of_compute() -> None:
-    plan = replace(PLAN, padding=0.6, padded="batch, planned")
-    report, without = full_report(balance=plan), full_report(balance=PLAN)
+    report, without = full_report(padded={"kind": "batch, planned", "tokens": 0.6}), full_report(padded=None)
     document = report.document()
     # compute is 70 % of the time
     assert document["summary"]["padding"] == {"kind": "batch, planned", "tokens": 0.6, "time": pytest.approx(0.42)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_freescale.callbacks.advice import advise
-from lightning_freescale.profiling.analysis.imbalance import Imbalance, PlannedBalance
+from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
 from lightning_freescale.profiling.reporting.document import ExchangeFigures, RunInfo, Status, WaitAttribution
 from lightning_freescale.profiling.reporting.report import BubbleReport
@@ -253,8 +253,8 @@ def test_small_sections_of_host_overhead_are_not_named() -> None:
     assert "on_train_batch_start" in named.next and "log_every_n_steps" not in named.next
 
 
-def _padded(kind: str | None, tokens: float | None = 0.67) -> PlannedBalance:
-    return PlannedBalance(1.0, 1.0, 1.0, 0.0, None, None, None, 0, 3, padding=tokens, padded=kind)
+def _padded(kind: str, tokens: float = 0.67) -> dict[str, Any]:
+    return {"kind": kind, "tokens": tokens}
 
 
 @pytest.mark.parametrize(
@@ -268,27 +268,27 @@ def _padded(kind: str | None, tokens: float | None = 0.67) -> PlannedBalance:
 )
 def test_padding_has_its_way_out(kind: str, run: dict[str, str], advice: str) -> None:
     gains: dict[str, float | None] = {"no padding": 1.9, "perfect balance": 1.1}
-    verdict = _verdict(gains, balance=_padded(kind), imbalance=UNEQUAL, **run)
+    verdict = _verdict(gains, padded=_padded(kind), imbalance=UNEQUAL, **run)
     # compute is 70 % of the time
     assert (verdict.cause, verdict.speed_up) == ("padding", 1.9) and advice in verdict.next
     assert verdict.verdict.startswith("Padding: 67% of the computed tokens, 46.9% of the time") and "1.90x" in verdict.verdict
     assert "proportional" in verdict.why and (verdict.also or "").startswith("Straggler wait")
     assert ("jagged attention" in verdict.next) == (kind == "batch, planned")
-    first = _verdict({"no padding": 1.3, "no data wait": 1.6}, balance=_padded(kind))
+    first = _verdict({"no padding": 1.3, "no data wait": 1.6}, padded=_padded(kind))
     assert first.cause == "data loading" and (first.also or "").startswith("Padding: 67%")
 
 
-@pytest.mark.parametrize("plan", [_padded(None, None), _padded("batch, planned", 0.15), None])
-def test_jagged_batches_and_little_padding_are_no_cause(plan: PlannedBalance | None) -> None:
-    verdict = _verdict({"no padding": 1.12}, balance=plan)
+@pytest.mark.parametrize("padded", [_padded("batch, planned", 0.15), None])
+def test_jagged_batches_and_little_padding_are_no_cause(padded: dict[str, Any] | None) -> None:
+    verdict = _verdict({"no padding": 1.12}, padded=padded)
     assert verdict.cause == "nothing" and "one cause is 1.00x" in verdict.verdict
-    assert ("15% of the computed tokens" in verdict.why) == (plan is not None and plan.padding is not None)
+    assert ("15% of the computed tokens" in verdict.why) == (padded is not None)
 
 
 def test_padding_beside_waits_that_are_not_divided() -> None:
     row, gains = step(1.0, forward=0.7, wait=0.3), {"no padding": 1.9, "no data wait": 1.0}
     cases = [WhatIf(name, gains.get(name), 2.0) for name in CASES]
-    report = report_of(np.array([[row, row]] * 3), wait_attribution=UNDIVIDED, what_if=cases, balance=_padded("fixed"))
+    report = report_of(np.array([[row, row]] * 3), wait_attribution=UNDIVIDED, what_if=cases, padded=_padded("fixed"))
     verdict = verdict_on(report.document())
     assert verdict.cause == "padding" and "Waiting for peers" in (verdict.also or "")
 
@@ -309,8 +309,8 @@ def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
     """Use a plan without padding, so that no cost explains the differences of compute."""
     more = {"imbalance": _uneven(1, 1, 20), "assignment": "free"}
     gains: dict[str, float | None] = {"perfect balance": 1.25}
-    assert "padding='auto'" in _verdict(gains, balance=_padded("batch", 0.3), **more).next
-    assert "padding" not in _verdict(gains, balance=_padded("batch, planned", 0.3), **more).next
+    assert "padding='auto'" in _verdict(gains, padded=_padded("batch", 0.3), **more).next
+    assert "padding" not in _verdict(gains, padded=_padded("batch, planned", 0.3), **more).next
 
 
 def _watched(idle: list[float | None]) -> dict[str, Any]:

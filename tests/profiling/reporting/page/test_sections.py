@@ -3,14 +3,9 @@
 import pytest
 
 from tests.helpers.documents import REASON, bare, document
-from tests.helpers.reports import full_report
+from tests.helpers.reports import full_report, plan
 from tests.helpers.shown_page import every, pixels, plain, rows, words
 
-PLAN = {
-    "compute": {"as_drawn": 1.4, "balanced": 1.1, "lower_bound": 1.05, "gap": 1.1 / 1.05 - 1},
-    "tokens": {"as_drawn": 1.3, "balanced": 1.02, "fullest": 0.973},
-    "fitted_steps": 0,
-}
 IDEAS = [
     {"name": "perfect balance", "speed_up": 1.25, "limit": 1.5, "note": "a note"},
     {"name": "no data wait", "speed_up": 1.0, "limit": 1.5, "note": None},
@@ -38,7 +33,7 @@ def test_tables_and_bars_of_a_run(show):
     made["exchanges"] = [one, {**one, "name": "gradients", "per_step": 0.5, "moved_bytes": None, "last": [0, 0]}]
     made["host_s"] = {"small": 0.000004, "large": 0.002}
     made["device_idle"] = {"steps": 3, "idle": [0.3, None], "compute": [0.6, None], "other": [0.1, None]}
-    page = show({**made, "balance": PLAN, "imbalance": {**made["imbalance"], **CAUSES, "method": "ranks"}})
+    page = show({**made, "balance": plan(), "imbalance": {**made["imbalance"], **CAUSES, "method": "ranks"}})
     table = rows(page, "ranks")
     assert [line[0] for line in table] == ["0", "1", "2", "3 slow", "4", "5", "6", "7"]
     third = table[3]
