@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -107,8 +108,8 @@ def _windows_of(drawn: list[list[ResolvedStep]]) -> list[RankWindow]:
     for rank in range(len(drawn[0])):
         steps = [row[rank] for row in drawn]
         last = [[arrivals[c.key].seconds for c in step.collectives] for step, arrivals in zip(steps, latest)]
-        features = random.integers(1, 5000, (len(steps), 4)).astype(float).tolist()
-        windows.append(window_of(steps, last, features, random.random(len(steps)).tolist()))
+        work = [(random.integers(1, 5000, 4).astype(float).tolist(), float(random.random())) for _ in steps]
+        windows.append(window_of([replace(step, features=of, predicted=load) for step, (of, load) in zip(steps, work)], last))
     return windows
 
 

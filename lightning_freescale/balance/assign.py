@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from lightning_freescale.balance.solver import (
     to_integers,
     zigzag,
 )
-from lightning_freescale.balance.validation import Floats, is_number, non_negative, whole_number, whole_tokens
+from lightning_freescale.balance.validation import Floats, non_negative, whole_number, whole_tokens
 
 AssignmentMode = Literal["fixed", "slack", "free", "zigzag"]
 COUNT_SLACK = 0.25
@@ -174,7 +175,7 @@ def _token_limit(token: Floats | None, limit: float | None) -> tuple[Ints | None
         return None, 0
     if token is None:
         raise ValueError(f"assign(max_tokens_per_rank={limit!r}) needs the tokens of each sample. Pass tokens=.")
-    if not (is_number(limit) and np.isfinite(limit) and limit > 0):
+    if not (isinstance(limit, Real) and np.isfinite(limit) and limit > 0):
         raise ValueError(f"assign(max_tokens_per_rank={limit!r}): pass a finite number > 0, or None for no limit")
     return whole_tokens(token, limit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.solver import Ints, dearest_first
-from lightning_freescale.balance.validation import is_non_negative, is_number, non_negative, whole_tokens
+from lightning_freescale.balance.validation import is_non_negative, non_negative, whole_tokens
 
 _GOLDEN = 2654435769
 """The golden ratio in 32 bits, whose multiples are evenly spread."""
@@ -40,7 +41,7 @@ class Budget:
     sizes: ArrayLike
 
     def __post_init__(self) -> None:
-        if not (is_number(self.per_rank) and is_non_negative(self.per_rank) and self.per_rank):
+        if not (isinstance(self.per_rank, Real) and is_non_negative(self.per_rank) and self.per_rank):
             raise ValueError(f"Budget(per_rank={self.per_rank!r}): pass a finite number > 0")
         sizes = non_negative("Budget(sizes=...)", self.sizes)
         if sizes.max(initial=0.0) > self.per_rank:

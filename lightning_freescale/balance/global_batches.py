@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.plan import PlanArguments
 from lightning_freescale.balance.solver import Ints
-from lightning_freescale.balance.validation import is_number, whole_number
+from lightning_freescale.balance.validation import whole_number
 from lightning_freescale.balance.window import DrawnWindow, share_window
 
 Value = TypeVar("Value")
@@ -90,7 +90,7 @@ class StepSettings:
             numbers["batch_size"] = self.batch_size
         for name, value in numbers.items():
             whole_number(f"BalancedSampler({name}={{}})", value)
-        if not is_number(self.limit) or self.limit < 0 or (self.limit > 1 and not isinstance(self.limit, Integral)):
+        if not isinstance(self.limit, Real) or self.limit < 0 or (self.limit > 1 and not isinstance(self.limit, Integral)):
             raise ValueError(
                 f"BalancedSampler(limit={self.limit!r}): pass a number of steps, or a share of the steps from 0.0 to 1.0"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,6 @@ _LIMIT_BITS = 21
 def is_non_negative(values: Any) -> Any:
     """Return True, or a mask of the shape of ``values``, where values are finite and not negative."""
     return np.isfinite(values) & (np.asarray(values) >= 0)
-
-
-def is_number(value: Any) -> bool:
-    """Return True for a real number of Python or numpy."""
-    return isinstance(value, Real)
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:

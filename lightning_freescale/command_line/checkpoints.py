@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from lightning_freescale.checkpoint.remote_files import Location
+from lightning_freescale.checkpoint.conversion import changed_rows, read_checkpoint, write_file, write_folder
+from lightning_freescale.checkpoint.other_programs import CONVERTED
+from lightning_freescale.checkpoint.remote_files import Location, exists, located, replacing, size_of
 
 _CONSOLIDATE = """
 Convert a checkpoint into a file or a folder. A checkpoint of strategy "freescale" is a file with whole tables, or a folder with
@@ -24,9 +25,6 @@ _CHANGES = "Write the table rows that differ in a later checkpoint, for a server
 
 def run(command: str, arguments: list[str]) -> None:
     """Run the command; exit with status 2 and a message on errors."""
-    from lightning_freescale.checkpoint.conversion import read_checkpoint
-    from lightning_freescale.checkpoint.remote_files import exists
-
     parser = _new_parser(command)
     options = parser.parse_args(arguments)
     sources = [options.old, options.new] if command == "changes" else [options.checkpoint]
@@ -67,8 +65,6 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
 
 
 def _location(text: str) -> Location:
-    from lightning_freescale.checkpoint.remote_files import located
-
     try:
         return located(text)
     except (ImportError, ValueError) as error:  # the file system is not installed, or it is not known
@@ -76,9 +72,6 @@ def _location(text: str) -> Location:
 
 
 def _convert(checkpoints: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    from lightning_freescale.checkpoint.conversion import write_file
-    from lightning_freescale.checkpoint.other_programs import CONVERTED
-
     (checkpoint,) = checkpoints
     write_file(checkpoint, options.target)
     converted = checkpoint.get(CONVERTED, {"left_out": [], "optimizer_states": {}})
@@ -90,8 +83,6 @@ def _convert(checkpoints: list[dict[str, Any]], options: argparse.Namespace) -> 
 
 
 def _consolidate(checkpoints: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    from lightning_freescale.checkpoint.conversion import write_file, write_folder
-
     (checkpoint,), target = checkpoints, options.target
     if options.to == "sharded":
         write_folder(checkpoint, target)
@@ -105,9 +96,6 @@ def _consolidate(checkpoints: list[dict[str, Any]], options: argparse.Namespace)
 
 
 def _changes(checkpoints: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    from lightning_freescale.checkpoint.conversion import changed_rows
-    from lightning_freescale.checkpoint.remote_files import replacing
-
     found, target = changed_rows(*checkpoints), options.target
     with replacing(target) as file:
         torch.save(found, file)
@@ -120,6 +108,4 @@ _WRITE = {"convert": _convert, "consolidate": _consolidate, "changes": _changes}
 
 
 def _megabytes(path: Location) -> str:
-    from lightning_freescale.checkpoint.remote_files import size_of
-
     return f"{size_of(path) / 1e6:.1f} MB"

@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
+from pydoc import ErrorDuringImport, locate
 from typing import Any
 
 from lightning_freescale._lightning.loops import LightningDataModule, LightningModule, command_line
@@ -73,19 +73,10 @@ def _given_text() -> str:
 
 def _parameters(path: str) -> set[str]:
     """Return the parameters of the class or function at an import path, including those of base classes."""
-    module, _, name = path.rpartition(".")
-    while module:
-        try:
-            found: Any = import_module(module)
-            break
-        except ImportError:
-            module, _, before = module.rpartition(".")
-            name = f"{before}.{name}"
-    else:
+    try:
+        found, owner = locate(path), locate(path.rpartition(".")[0])
+    except ErrorDuringImport:
         return set()
-    owner = found
-    for part in name.split("."):
-        owner, found = found, getattr(found, part, None)
     makers: list[Any] = [found] if callable(found) else []
     for each in filter(inspect.isclass, (found, owner)):
         makers += [vars(base)["__init__"] for base in inspect.getmro(each)[:-1] if "__init__" in vars(base)]

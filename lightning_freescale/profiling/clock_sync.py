@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Seconds = TypeVar("Seconds", float, Floats)
 
 WORST_DRIFT = 100e-6
 """Largest drift between two clocks before any is measured: two crystals of 50 ppm, one fast and one slow."""
@@ -70,14 +69,13 @@ class Alignment:
             self._measurements[1 : _KEPT // 2] = self._measurements[1 : _KEPT // 2 : 2]
         self._offsets = Offsets(self._measurements)
 
-    def to_rank_zero(self, seconds: Seconds) -> Seconds:
-        """Return the time of rank 0's clock at the time ``seconds`` of this rank's clock, after :meth:`measure_offset`."""
-        return _like(seconds, seconds + self._offsets.offset_at(seconds))
+    def to_rank_zero(self, seconds: Any) -> Any:
+        """Return the time of rank 0's clock at the time ``seconds`` of this rank's clock, a number or an array of them."""
+        return seconds + self._offsets.offset_at(seconds)
 
-    def uncertainty_at(self, seconds: Seconds) -> Seconds:
+    def uncertainty_at(self, seconds: Any) -> Any:
         """Return the largest error of :meth:`to_rank_zero` at ``seconds``."""
-        margin = self._offsets.margin_at(seconds)
-        return _like(seconds, 0 * margin if self._leads else margin)
+        return 0 * seconds if self._leads else self._offsets.margin_at(seconds)
 
     def figures(self) -> Mapping[str, float]:
         """Return figures of this rank's clock for the report; zeros on rank 0, except for ``syncs``.
@@ -152,10 +150,6 @@ class Offsets:
         line = self._offsets[:-2] * (1 - share) + self._offsets[2:] * share
         allowed = self._margins[:-2] * (1 - share) + self._margins[2:] * share + self._margins[1:-1]
         return max(0.0, float((np.abs(self._offsets[1:-1] - line) - allowed).max()))
-
-
-def _like(seconds: Seconds, result: float | NDArray[np.float64]) -> Seconds:
-    return np.asarray(result) if isinstance(seconds, np.ndarray) else float(result)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ class StepProfiler:
         if not self._history.added and self._buffer.count:
             why = "the run ended before the first exchange of records, so the report has the steps of rank 0 alone"
             records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
-            window = self._exchange.own_window(steps, *_work_of(records), why)
+            window = self._exchange.own_window(steps, why)
             self._history.add_windows([window], [record.plan for record in records])
         if not self._history.added:
             return None
@@ -246,7 +246,7 @@ class StepProfiler:
     def _exchange_steps(self, records: list[StepRecord], memory: MemoryReading | None) -> None:
         self._resolve_kineto_steps()
         steps = self._buffer.resolve_taken(records, self._exchange.alignment.to_rank_zero)
-        windows = self._exchange.exchange_steps(steps, *_work_of(records), memory)
+        windows = self._exchange.exchange_steps(steps, memory)
         if windows is not None:
             self._history.add_windows(windows, [record.plan for record in records])
 
@@ -259,10 +259,6 @@ class StepProfiler:
         steps = self._ended_steps
         overhead = Overhead(self._exchange.spent / steps, self.timeline.stamps * self._stamp_cost / steps)
         return self._history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
-
-
-def _work_of(records: Sequence[StepRecord]) -> tuple[list[Any], list[float | None]]:
-    return [record.features for record in records], [record.predicted for record in records]
 
 
 class ReportFiles(dict[str, Path]):

@@ -130,8 +130,12 @@ def _check_subgroups() -> None:
     exchange.alignment.uncertainty_at = lambda _: 0.0  # however busy the machine is
     exchange.alignment.figures = lambda: {"drift": [0.0, 1e-6, -5e-6][rank], "syncs": rank, "round_trip_s": 0.1 * rank}
     pair, world = {"pair:7.0": (0.1, 0.3, None)[rank]}, {"world:7.0": (0.5, 0.5, 0.75)[rank]}
-    steps = [_step(pair if rank < 2 else {}), _step(world, index=8), _step({"own": 0.2}, index=9)]
-    windows = exchange.exchange_steps(steps, [f"rank {rank}", None, None], [None] * 3)
+    steps = [
+        replace(_step(pair if rank < 2 else {}), features=f"rank {rank}"),
+        _step(world, index=8),
+        _step({"own": 0.2}, index=9),
+    ]
+    windows = exchange.exchange_steps(steps)
     if rank:
         assert windows is None
         return
@@ -162,7 +166,7 @@ def _exchanged(*uncertainties: tuple[float, float]) -> tuple[list[list[float] | 
         validation = Interval("pause", "validation", wall, wall + 5)
         checkpoint = Interval("pause", "checkpoint", wall + 1, wall + 5)
         step = replace(_step({"world:7.0": 0.1 + 0.5 * rank}, wall + 5, moved=10**8), spans=(validation, checkpoint))
-        windows = exchange.exchange_steps([step] * 2, [None] * 2, [None] * 2)
+        windows = exchange.exchange_steps([step] * 2)
         answers.append(None if windows is None else [_waits(windows, name)[0][0] for name in WAITS])
     return answers, exchange.wait_attribution(), exchange.spent
 
@@ -183,15 +187,15 @@ def test_clocks_are_good_enough_up_to_two_percent_of_a_step_on_the_worst_rank() 
 
 def test_one_rank_alone() -> None:
     exchange = RankExchange(None, HostClock())
-    (window,) = exchange.exchange_steps([_step({"a": 0.4})], [None], [None])
+    (window,) = exchange.exchange_steps([_step({"a": 0.4})])
     assert (_waits([window]), _waits([window], "transfer")) == ([[0]], [[0.5]]), "it waits for no other"
     assert [sums.last for sums in window.exchanges.values()] == [0], "nor does another for it"
     assert exchange.wait_attribution() == WaitAttribution(True, 0.0)
     exchange = RankExchange(None, HostClock())
     exchange.group = SimpleNamespace()  # of others, which are not asked
-    window = exchange.own_window([_step({"a": 0.5}), _step({"a": 0.7})], ["x", "y"], [1.0, None], "because")
+    window = exchange.own_window([_step({"a": 0.5}), replace(_step({"a": 0.7}), features="y")], "because")
     attribution = exchange.wait_attribution()
-    assert (attribution.aligned, attribution.reason, window.features) == (False, "because", ["x", "y"])
+    assert (attribution.aligned, attribution.reason, window.features) == (False, "because", [None, "y"])
     assert [_waits([window], name)[0] for name in WAITS] == [[0, 0], [0, 0], [0.4, 0.2]]
     assert [sums.last for sums in window.exchanges.values()] == [0]
 
@@ -227,7 +231,7 @@ def test_when_clocks_are_compared(
     monkeypatch.setattr(module.Alignment, "uncertainty_at", lambda self, seconds: 0.0)
     exchange = RankExchange(None, clock)
     for now[0] in range(1, 251):
-        exchange.exchange_steps([_step({})], [None], [None])
+        exchange.exchange_steps([_step({})])
         between(exchange)
     assert (seen, len(tied)) == (compared, ties)
 
@@ -237,7 +241,7 @@ def _due(after: tuple[float, float]) -> int:
     exchange = RankExchange(dist.group.WORLD, HostClock())
     measure = exchange.alignment.measure_offset
     exchange.alignment.measure_offset = lambda *a: count.append(measure(*a))
-    exchange.exchange_steps([_step({})], [None], [None])
+    exchange.exchange_steps([_step({})])
     exchange.sync_clocks_if_due()
     return len(count)
 

@@ -25,20 +25,20 @@ from tests.helpers.reports import RUN
 FORWARD = ((1.0, 2.0), (2.0, 2.0))  # seconds in even and odd steps, of two ranks
 
 
-def _computed(index: int, rank: int) -> ResolvedStep:
+def _computed(index: int, rank: int, features: Any = None) -> ResolvedStep:
     """Return a step that begins at ``10 * index``; the ranks meet for half a second when both have computed."""
     start, compute = 10.0 * index, FORWARD[index % 2]
     arrive, last = start + compute[rank], start + max(compute)
     spans = (Interval("forward", "forward", start, arrive),)
     meeting = ResolvedCollective("rows", f"rows:{index}", arrive, arrive, last + 0.5, last + 0.5, moved=100)
-    return ResolvedStep(start, last + 1, index, 10 + rank, spans, (meeting,))
+    return ResolvedStep(start, last + 1, index, 10 + rank, spans, (meeting,), (), features, 1.0)
 
 
 def _windows(first: int, until: int, features: Any = ((1.0,), (1.0,)), **options: bool) -> list[RankWindow]:
-    steps, many = range(first, until), until - first
+    steps = range(first, until)
     last = [[10.0 * index + max(FORWARD[index % 2])] for index in steps]
-    rows = [[_computed(index, rank) for index in steps] for rank in (0, 1)]
-    return [window_of(rows[rank], last, [features[rank]] * many, [1.0] * many, **options) for rank in (0, 1)]
+    rows = [[_computed(index, rank, features[rank]) for index in steps] for rank in (0, 1)]
+    return [window_of(rows[rank], last, **options) for rank in (0, 1)]
 
 
 def _history(*windows: list[RankWindow], max_steps: int = 100, fit_costs: Any = None) -> History:
@@ -150,8 +150,7 @@ def test_waits_for_data_of_loader_workers_are_replayed_as_such() -> None:
     run = run_behind_workers(np.tile([[0.2, 0.8], [0.8, 0.2]], (10, 1)), [1.1] * 20)
     for ranks in run:
         last.append([max(moments) for moments in zip(*([c.arrive for c in step.collectives] for step in ranks))])
-    many = [None] * len(run)
-    windows = [window_of([step[rank] for step in run], last, many, many) for rank in (0, 1)]
+    windows = [window_of([step[rank] for step in run], last) for rank in (0, 1)]
 
     def balance(workers: int | None) -> float | None:
         history = History(replace(RUN, num_workers=workers), 100, None)

@@ -90,8 +90,6 @@ class RankWindow:
 def window_of(
     steps: Sequence[ResolvedStep],
     last: Sequence[Sequence[float]],
-    features: Sequence[Any],
-    predicted: Sequence[float | None],
     memory: MemoryReading | None = None,
     *,
     alone: bool = False,
@@ -107,8 +105,8 @@ def window_of(
         steps=[step.index for step in steps],
         breakdown=as_array([attribute(step, None, intervals) for step, intervals in zip(steps, cut)]),
         samples=[step.samples for step in steps],
-        features=list(features),
-        predicted=list(predicted),
+        features=[step.features for step in steps],
+        predicted=[step.predicted for step in steps],
         segments=[segments_of(step, moments, intervals) for step, moments, intervals in zip(steps, last, cut)],
         memory=memory,
     )

@@ -87,13 +87,7 @@ class RankExchange:
         if self._sync_due:
             self.sync_clocks(idle)
 
-    def exchange_steps(
-        self,
-        steps: Sequence[ResolvedStep],
-        features: Sequence[Any],
-        predicted: Sequence[float | None],
-        memory: MemoryReading | None = None,
-    ) -> list[RankWindow] | None:
+    def exchange_steps(self, steps: Sequence[ResolvedStep], memory: MemoryReading | None = None) -> list[RankWindow] | None:
         """Return the windows of all ranks for the same steps on rank 0, None on the others. Collective."""
         now = time.perf_counter()
         self._steps += len(steps)
@@ -110,21 +104,19 @@ class RankExchange:
             self._undivided += len(steps)
         found = [last_arrivals(same) for same in zip(*arrivals)]
         last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
-        window = window_of(steps, last, features, predicted, memory, alone=self.group is None, divided=aligned)
+        window = window_of(steps, last, memory, alone=self.group is None, divided=aligned)
         windows = gather_to_rank_zero(window.as_lists(), self.group)
         self.sync_clocks_if_due(idle=False)  # due since the exchange before, if no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
         return None if windows is None else [RankWindow.from_lists(each) for each in windows]
 
-    def own_window(
-        self, steps: Sequence[ResolvedStep], features: Sequence[Any], predicted: Sequence[float | None], reason: str
-    ) -> RankWindow:
+    def own_window(self, steps: Sequence[ResolvedStep], reason: str) -> RankWindow:
         """Return the window of this rank alone. Its waits are not divided, because the other arrivals are unknown."""
         self._reason = reason
         self._undivided += len(steps)
         own = [[collective.arrive for collective in step.collectives] for step in steps]
-        return window_of(steps, own, features, predicted, alone=True, divided=self.group is None)
+        return window_of(steps, own, alone=True, divided=self.group is None)
 
     def wait_attribution(self) -> WaitAttribution:
         """Return how the waits of all steps so far were divided."""

@@ -192,7 +192,7 @@ class ResolvedStep:
     """A step of one rank in seconds on rank 0's clock. Its spans may overlap.
 
     ``hidden`` has the exchanges of other threads during the step. No rank waits for them, so their ``start`` and ``end`` are
-    ``arrive``.
+    ``arrive``. :class:`StepRecord` describes ``features`` and ``predicted``.
     """
 
     start: float
@@ -202,9 +202,11 @@ class ResolvedStep:
     spans: tuple[Interval, ...] = ()
     collectives: tuple[ResolvedCollective, ...] = ()
     hidden: tuple[ResolvedCollective, ...] = ()
+    features: Any = None
+    predicted: float | None = None
 
     def as_list(self) -> list[Any]:
-        """Return the step in the form that is sent to rank 0."""
+        """Return the step, except ``features`` and ``predicted``, in the form that is sent to rank 0."""
         return [self.start, self.end, self.index, self.samples, self.spans, self.collectives, self.hidden]
 
     @classmethod
@@ -256,4 +258,5 @@ def _resolved_step(record: StepRecord, at: Mapping[Any, float], background: Sequ
         if c.end is not None
     )
     hidden = tuple(one for one in background if one.arrive < end and one.done > start)
-    return ResolvedStep(start, end, record.index, record.samples, spans, collectives, hidden)
+    work = record.features, record.predicted
+    return ResolvedStep(start, end, record.index, record.samples, spans, collectives, hidden, *work)

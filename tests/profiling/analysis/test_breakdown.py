@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -177,8 +178,7 @@ STEP = ResolvedStep(0, 11, 5, 32, SPANS, (ROWS, GRADIENTS))
 
 def _window(*steps: tuple[ResolvedStep, list[float]], **options: bool) -> RankWindow:
     """Return the window of steps with the last arrivals at their collectives."""
-    unknown = [None] * len(steps)
-    return window_of([step for step, _ in steps], [last for _, last in steps], unknown, unknown, **options)
+    return window_of([step for step, _ in steps], [last for _, last in steps], **options)
 
 
 def _sums(window: RankWindow) -> dict[str, dict[str, float]]:
@@ -188,7 +188,7 @@ def _sums(window: RankWindow) -> dict[str, dict[str, float]]:
 
 def test_the_steps_themselves() -> None:
     other = ResolvedStep(11, 12, 6, 31)
-    window = window_of([STEP, other], [[3.25, 6.5], []], ["features", None], [1.5, None])
+    window = window_of([replace(STEP, features="features", predicted=1.5), other], [[3.25, 6.5], []])
     assert (window.steps, window.samples, window.features) == ([5, 6], [32, 31], ["features", None])
     assert (window.predicted, window.breakdown.shape) == ([1.5, None], (2, len(PART_NAMES)))
     assert column(window.breakdown, "wall").tolist() == [11, 1]
