@@ -19,7 +19,7 @@ from lightning_freescale.balance.cost import CostModel
 from lightning_freescale.balance.forecast import PLANNED_STEPS, advise_on, draw_steps, evenly_spread, in_mode, report_plans
 from lightning_freescale.balance.micro_batches import MicroBatchSchedule
 from lightning_freescale.balance.plan import StepPlan
-from lightning_freescale.balance.report import idle_fraction
+from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.validation import Floats, non_negative
 
 KINDS = "one length per line (.txt, .txt.gz), .npy, .npz with 'lengths' or 'offsets', or .csv, .csv.gz with --column"
@@ -116,22 +116,16 @@ def _from_array(path: Path) -> Floats:
 # -- the forecast
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted figures for one number of ranks. Names as in :class:`BalanceReport` have the same meaning."""
+@dataclass(frozen=True, kw_only=True)
+class Forecast(BalanceReport):
+    """The predicted balance of some steps on one number of ranks, and further predicted figures."""
 
     ranks: int
     samples_per_step: int  # maximum, on all ranks
-    unbalanced: float
     zigzag: float | None  # imbalance of FreeScale's zig-zag (arXiv 2604.24073); None with a budget or padding
-    balanced: float
-    lower_bound: float
-    dominated: float
     planning_ms: float  # measured median time to assign one global batch
     advice: str | None
     fill: float | None = None  # share of the budget that an epoch uses; None without a budget
-    padding: float | None = None
-    padding_unbalanced: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -164,18 +158,13 @@ def forecast(
     ours = report_plans(plans, PLANNED_STEPS)
     zigzags = not padded and not isinstance(batch_size, Budget)
     return Forecast(
-        ranks,
+        **vars(ours),
+        ranks=ranks,
         samples_per_step=max(len(plan.samples) for plan in plans),
-        unbalanced=ours.unbalanced,
         zigzag=report_plans(in_mode("zigzag", plans)).balanced if zigzags else None,
-        balanced=ours.balanced,
-        lower_bound=ours.lower_bound,
-        dominated=ours.dominated,
         planning_ms=planning_ms,
         advice=advise_on(ours, ours, plans, setting, lengths),
         fill=BudgetSteps(batch_size, ranks).fill if isinstance(batch_size, Budget) else None,
-        padding=ours.padding,
-        padding_unbalanced=ours.padding_unbalanced,
     )
 
 

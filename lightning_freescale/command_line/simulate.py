@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _simulate(options: argparse.Namespace) -> None:
         write_page(options.page, lengths, options.ranks, load, network, source, seed=options.seed)
     if options.json is not None:
         document: dict[str, Any] = {"predicted_from": source, "predicted": [each.as_dict() for each in outlooks]}
-        document |= {"known": {name: each.as_dict() for name, each in known.items()}}
+        document |= {"known": {name: asdict(each) for name, each in known.items()}}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

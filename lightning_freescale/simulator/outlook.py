@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,7 @@ class Outlook:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        figures = {name: getattr(self, name).as_dict() for name in ("step", "bubble", "speed_up", "removed", "limit")}
-        return {"ranks": self.ranks, "name": self.name, "techniques": str(self.techniques), **figures}
+        return {**asdict(self), "techniques": str(self.techniques)}
 
 
 def simulate(
@@ -208,7 +207,7 @@ def format_outlooks(outlooks: Sequence[Outlook]) -> str:
 def format_known(known: Mapping[str, Quantity]) -> str:
     """Return a line for each quantity with its value, range, origin and source."""
     width = max((len(LABELS[name]) for name in known), default=0)
-    return "\n".join(f"  {LABELS[name]:<{width}}  {_readable(each)}" for name, each in known.items())
+    return "\n".join(f"  {LABELS[name]:<{width}}  {each}" for name, each in known.items())
 
 
 EXPLANATION = (
@@ -230,19 +229,3 @@ def _ratio(of: Quantity) -> str:
 def _interval(of: Quantity, spec: str, factor: float = 1.0) -> str:
     value, low, high = (spec.format(factor * number) for number in (of.value, of.low, of.high))
     return value if low == high else f"{value} ({low} - {high})"
-
-
-_BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "kB"), (1.0, "B"))
-_UNITS: dict[str, tuple[tuple[float, str], ...]] = {
-    "s": ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")),
-    "B": _BYTES,
-    "B/s": tuple((factor, f"{unit}/s") for factor, unit in _BYTES),
-}
-
-
-def _readable(of: Quantity) -> str:
-    choices = _UNITS.get(of.unit, ((1.0, of.unit),))
-    factor, unit = next((each for each in choices if of.value * each[0] >= 1), choices[-1])
-    value, low, high = (f"{factor * number:.3g}" for number in (of.value, of.low, of.high))
-    spread = f" ({low} - {high})" if of.low < of.high else ""
-    return f"{value}{spread} {unit}".rstrip() + f", {of.word}" + (f": {of.source}" if of.source else "")

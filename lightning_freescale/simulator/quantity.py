@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 Word = Literal["measured", "assumed", "predicted"]
 WORDS = get_args(Word)
 T = TypeVar("T")
+_BYTES = ((1e-9, "GB"), (1e-6, "MB"), (1e-3, "kB"), (1.0, "B"))
+_UNITS: dict[str, tuple[tuple[float, str], ...]] = {
+    "s": ((1.0, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")),
+    "B": _BYTES,
+    "B/s": tuple((factor, f"{unit}/s") for factor, unit in _BYTES),
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,11 @@ class Quantity:
         return self.low + (self.high - self.low) * share
 
     def __str__(self) -> str:
-        spread = f" ({self.low:.4g} - {self.high:.4g})" if self.low < self.high else ""
-        unit = f" {self.unit}" if self.unit else ""
-        return f"{self.value:.4g}{spread}{unit}, {self.word}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
+        choices = _UNITS.get(self.unit, ((1.0, self.unit),))
+        factor, unit = next((each for each in choices if self.value * each[0] >= 1), choices[-1])
+        value, low, high = (f"{factor * number:.3g}" for number in (self.value, self.low, self.high))
+        spread = f" ({low} - {high})" if self.low < self.high else ""
+        return f"{value}{spread} {unit}".rstrip() + f", {self.word}" + (f": {self.source}" if self.source else "")
 
 
 def assumed(value: float, low: float, high: float, unit: str = "", source: str = "") -> Quantity:

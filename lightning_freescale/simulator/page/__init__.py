@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -45,7 +45,7 @@ def write_page(
     content = {
         "source": source,
         "ranks": [_sums(lengths, count, load, seed) for count in ranks],
-        "known": [{"name": name, "label": LABELS[name], **each.as_dict()} for name, each in known.items() if each.high > 0],
+        "known": [{"name": name, "label": LABELS[name], **asdict(each)} for name, each in known.items() if each.high > 0],
         "values": {name: each.value for name, each in known.items()},
         "fixed": constants,
         "edges": load.catalogue.edges.tolist(),
