@@ -153,7 +153,7 @@ class BubbleProfiler(Callback):
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
         heat = getattr(self.overlap, "heat", None)
-        self._running().note_outcome(assignment_of(trainer), None if heat is None else vars(heat))
+        self._running().history.note_outcome(assignment_of(trainer), None if heat is None else vars(heat))
         report = self._running().write_report()  # if this fails, on_exception writes the report of the last exchange
         self._stop_profiling(report)
         self._to_log = report
@@ -165,7 +165,7 @@ class BubbleProfiler(Callback):
         reason, report = error_text(exception), None
         try:
             if self._profiler is not None:  # otherwise training has not started
-                self._profiler.note_outcome(assignment_of(trainer))
+                self._profiler.history.note_outcome(assignment_of(trainer))
                 report = self._profiler.write_interrupted_report(reason)
         finally:
             self._stop_profiling(report)

@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_freescale.command_line.profiled_script import VARIABLE
 from lightning_freescale.profiling.profiler import ProfilerOptions
 from lightning_freescale.profiling.reporting.compare import DifferentWorkError, compare, differences, remarks, table
-from lightning_freescale.profiling.reporting.document import read
+from lightning_freescale.profiling.reporting.document import Document, read
 from lightning_freescale.profiling.reporting.page import write_page
 from lightning_freescale.profiling.reporting.text import summary
 
@@ -75,7 +75,6 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     )
     page.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help="one report, or several to compare")
     page.add_argument("-o", "--output", type=Path, required=True, metavar="PAGE.html", help="file to write")
-    page.add_argument("--label", nargs="+", metavar="NAME", help="names of the runs, one per report (default: their labels)")
     page.set_defaults(run=_page)
 
     example = f"example: freescale {command} run --dirpath bubbles train.py --lr 0.1"
@@ -93,11 +92,22 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(options: argparse.Namespace) -> None:
-    documents = [read(path) for path in options.reports]
+def _read_all(paths: list[Path]) -> list[Document]:
+    """Return the documents. Runs with the same label get the paths of their files as labels."""
+    documents = [read(path) for path in paths]
     labels = [document["run"]["label"] for document in documents]
-    for path, document, label in zip(options.reports, documents, labels):
+    for path, document, label in zip(paths, documents, labels):
         document["run"]["label"] = label if labels.count(label) == 1 else str(path)
+    return documents
+
+
+def _page(options: argparse.Namespace) -> None:
+    write_page(options.output, _read_all(options.reports))
+    print(f"wrote {options.output}")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    documents = _read_all(options.reports)
     compared = compare(documents, options.force)
     base, *others = documents
     notes = [line for other in others for line in (*differences(base, other), *remarks(base, other))]
@@ -107,19 +117,6 @@ def _compare(options: argparse.Namespace) -> None:
     if options.json is not None:
         rows = {"base": base["run"]["label"], "runs": [asdict(one) for one in compared]}
         options.json.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n")
-
-
-def _page(options: argparse.Namespace) -> None:
-    documents = [read(path) for path in options.reports]
-    labels = options.label or [document["run"]["label"] for document in documents]
-    if len(labels) != len(documents):
-        raise ValueError(
-            f"--label {' '.join(labels)} has {len(labels)} names for {len(documents)} reports. Pass one per report"
-        )
-    for document, label in zip(documents, labels):
-        document["run"]["label"] = label
-    write_page(options.output, documents)
-    print(f"wrote {options.output}")
 
 
 def _run_script(options: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,10 @@ from lightning_freescale.balance.calibration import fit_report
 from lightning_freescale.balance.simulate import KINDS, describe_lengths, read_lengths
 from lightning_freescale.command_line.balance import numbers_of_ranks, whole_number
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
+from lightning_freescale.simulator import Catalogue, Network, Quantity, TrainingLoad, simulate
 from lightning_freescale.simulator.outlook import EXPLANATION, format_known, format_outlooks
 from lightning_freescale.simulator.page import write_page
 from lightning_freescale.simulator.quantity import quantities
-from lightning_freescale.simulator.training_step import LADDER
 
 _EXAMPLE = "freescale simulate --lengths lengths.txt --ranks 64,256,1024 --batch-size 32 --compute-ms 100:150:200"
 _OF_LOAD = {  # option: field, unit, factor
@@ -49,15 +47,10 @@ def run(command: str, arguments: list[str]) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     lengths = read_lengths(options.lengths, options.column)
     network = Network() if options.network is None else Network.read(options.network)
-    load, variants = _load(options, lengths), _variants(options)
+    load = _load(options, lengths)
     known = {**quantities(load), **quantities(network)}
-    outlooks = [
-        outlook
-        for ranks in options.ranks
-        for outlook in simulate(
-            lengths, ranks, load, network, variants=variants, steps=options.steps, draws=options.draws, seed=options.seed,
-        )
-    ]  # fmt: skip
+    draw = {"steps": options.steps, "draws": options.draws, "seed": options.seed}
+    outlooks = [outlook for ranks in options.ranks for outlook in simulate(lengths, ranks, load, network, **draw)]
     source = f"{options.batch_size} histories per rank and step, drawn with replacement from {options.lengths.name}"
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
     print(f"predicted, not measured: {options.steps} steps of {source}\n\n{format_outlooks(outlooks)}\n\n{EXPLANATION}\n")
@@ -113,18 +106,6 @@ def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", 
     return Quantity(value, "assumed", low, high, unit, f"--{option.replace('_', '-')}")
 
 
-def _variants(options: argparse.Namespace) -> Mapping[str, Techniques]:
-    """Return the variants to compare; each of ``--techniques`` includes those before it."""
-    if options.techniques is None:
-        return LADDER
-    variants, chosen = {"plain": Techniques()}, dict[str, Any]()
-    for name in options.techniques:
-        micro_batches = name.removeprefix("micro_batches=")
-        chosen |= {"micro_batches": int(micro_batches)} if micro_batches != name else {name: True}
-        variants["+ " * (len(variants) > 1) + name] = Techniques(**chosen)
-    return variants
-
-
 def _new_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=f"example: {_EXAMPLE}")
     add = parser.add_argument
@@ -161,12 +142,6 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     add("--late-weights", type=_range, metavar="SHARE", help="share of compute that a split backward postpones to the end")
     add("--network", type=Path, metavar="FILE", help="JSON: bandwidth, latency, peer_latency, node_bandwidth, ranks_per_node")
     add(
-        "--techniques",
-        type=_techniques,
-        metavar="balance,overlap",
-        help="techniques to add one by one; default: all",
-    )
-    add(
         "--steps",
         type=partial(whole_number, least=2),
         default=20,
@@ -198,12 +173,3 @@ def _rate(text: str) -> tuple[float, int]:
         return float(rate), whole_number(ranks)
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate and a number of ranks, such as 0.2@8") from None
-
-
-def _techniques(text: str) -> list[str]:
-    known = [name for name in Techniques.__dataclass_fields__ if name != "micro_batches"]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known and not name.removeprefix("micro_batches=").isdecimal():
-            raise argparse.ArgumentTypeError(f"{name!r}: choose from {', '.join(known)}, micro_batches=N")
-    return names

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +262,8 @@ def _of_bytes(exchange: Mapping[str, Any]) -> str:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return the numbers of the ranks, consecutive ones as a range, such as ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # consecutive ranks have the same difference from their places
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

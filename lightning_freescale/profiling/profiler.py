@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +90,7 @@ class StepProfiler:
 
     Attributes:
         files: paths of the written files by name; empty on ranks other than 0.
+        history: steps of all ranks on rank 0.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class StepProfiler:
             raise OSError(problems[0])
         if self._leads and not has_plotly():
             warnings.warn(WITHOUT_PLOTLY, stacklevel=2)  # now, and not after days of training
-        self._history = History(run, options.max_steps, fit_costs, advise)
+        self.history = History(run, options.max_steps, fit_costs, advise)
         file = self.files.kineto_file(0 if group is None else group.rank())
         self._kineto = KinetoWindow(options.torch_profiler_steps, device, file)
         self._kineto_steps: list[ResolvedStep] = []
@@ -165,10 +166,6 @@ class StepProfiler:
         self._exchange.sync_clocks_if_due()
         return scalars
 
-    def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
-        """Record how samples are assigned to the ranks, if that was chosen during training, and the document's hot rows."""
-        self._history.note_outcome(assignment, heat)
-
     # -- at the end
 
     def write_report(self) -> BubbleReport | None:
@@ -187,7 +184,7 @@ class StepProfiler:
         steps = [*self._kineto_steps, *self._buffer.recent]
         traced, events, idle = gather_trace(self._kineto, steps, to_rank_zero, self._exchange.group)
         self._worker.stop(_PATIENCE)
-        if not self._leads or not self._history.added:
+        if not self._leads or not self.history.added:
             return None
         status = Status(warmup=self.options.warmup_steps)
         return self.files.write(lambda: self._report(status, traced, idle), traced, events)
@@ -201,14 +198,14 @@ class StepProfiler:
         self._worker.stop(_PATIENCE)
         if not self._leads:
             return None
-        if not self._history.added and self._buffer.count:
+        if not self.history.added and self._buffer.count:
             why = "the run ended before the first exchange of records, so the report has the steps of rank 0 alone"
             records, steps = self._buffer.resolve_rest(self._exchange.alignment.to_rank_zero)
             window = self._exchange.own_window(steps, why)
-            self._history.add_windows([window], [record.plan for record in records])
-        if not self._history.added:
+            self.history.add_windows([window], [record.plan for record in records])
+        if not self.history.added:
             return None
-        left = self._buffer.count - self._history.added
+        left = self._buffer.count - self.history.added
         traced = [[step] for step in self._buffer.recent]
         status = Status(False, reason, self.options.warmup_steps, left)
         return self.files.write(lambda: self._report(status, traced), traced)
@@ -241,14 +238,14 @@ class StepProfiler:
         if not self._leads:
             return None
         self.files.refresh(lambda: self._report(Status(False, "still running", self.options.warmup_steps, _LAG)))
-        return self._history.newest_scalars()
+        return self.history.newest_scalars()
 
     def _exchange_steps(self, records: list[StepRecord], memory: MemoryReading | None) -> None:
         self._resolve_kineto_steps()
         steps = self._buffer.resolve_taken(records, self._exchange.alignment.to_rank_zero)
         windows = self._exchange.exchange_steps(steps, memory)
         if windows is not None:
-            self._history.add_windows(windows, [record.plan for record in records])
+            self.history.add_windows(windows, [record.plan for record in records])
 
     def _resolve_kineto_steps(self) -> None:
         """Resolve the steps of a window that has stopped, before their stamps are released."""
@@ -258,7 +255,7 @@ class StepProfiler:
     def _report(self, status: Status, traced: Sequence[Any] | None = None, idle: Any = None) -> BubbleReport:
         steps = self._ended_steps
         overhead = Overhead(self._exchange.spent / steps, self.timeline.stamps * self._stamp_cost / steps)
-        return self._history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
+        return self.history.build_report(status, self._exchange.wait_attribution(), overhead, traced, idle)
 
 
 class ReportFiles(dict[str, Path]):

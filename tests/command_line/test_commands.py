@@ -172,12 +172,6 @@ def test_a_table_of_all_techniques_its_assumptions_and_files(simulated: Callable
     assert "<title>Predicted steps</title>" in files["html"].read_text()
 
 
-def test_techniques_are_added_one_by_one(simulated: Callable[..., str], tmp_path: Path) -> None:
-    out = simulated("--compute-ms", 100, "--techniques", "overlap,dedup,micro_batches=2", "--json", tmp_path / "found.json")
-    names = [each["name"] for each in json.loads((tmp_path / "found.json").read_text())["predicted"]][:4]
-    assert names == ["plain", "overlap", "+ dedup", "+ micro_batches=2"] and "balance" not in out
-
-
 def test_options_replace_assumptions(simulated: Callable[..., str], tmp_path: Path) -> None:
     network = tmp_path / "network.json"
     network.write_text('{"bandwidth": {"value": 1e9, "word": "measured", "source": "nccl-tests"}, "ranks_per_node": 2}')
@@ -229,8 +223,6 @@ def test_what_a_simulation_refuses(simulated: Callable[..., str]) -> None:
         (("--compute-ms", 1, "--collision-rate", "0.3"), "'0.3'"),
         (("--compute-ms", 1, "--collision-rate", "0.3@x"), "'0.3@x'"),
         (("--compute-ms", 1, "--steps", 1), "'1'"),
-        (("--compute-ms", 1, "--techniques", "balanced"), "'balanced'"),
-        (("--compute-ms", 1, "--techniques", "split_backward"), "overlap=True"),
         (("--compute-ms", 1, "--collision-rate", "0.999@4", "--rows", 100000000), "number of rows"),
         (("--compute-ms", 1, "--network", "none.json"), "none.json"),
     ):

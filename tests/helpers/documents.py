@@ -69,7 +69,6 @@ def document(
         host=HOST,
         device_idle={"steps": 3, "idle": [0.3] * ranks, "compute": [0.6] * ranks, "other": [0.1] * ranks},
         median_step=median,
-        last=late,
     )
     made = {**report.document(), "replay": None}  # so that changes of the summary are those of the verdict
     for name, change in changes.items():

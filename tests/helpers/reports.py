@@ -98,7 +98,6 @@ def full_report(**changes: Any) -> BubbleReport:
         "host": {"hooks after the step": 0.0012},
         "device_idle": {"steps": 3, "idle": shares, "compute": shares, "other": shares},
         "median_step": {"step": 6, "ranks": [intervals] * ranks},
-        "last": tuple(range(ranks)),
         "features": np.tile([16.0, 640.0, 51200.0, 0.0], (len(parts), ranks, 1)),
         "predicted": np.ones((len(parts), ranks)),
     }

@@ -66,15 +66,15 @@ def intervals_of(step: ResolvedStep, last: Sequence[float] | None) -> list[Inter
 
 def wall_of(step: ResolvedStep) -> float:
     """Return the seconds of a step without pauses. Pauses may be nested, because validation may save a checkpoint."""
-    pauses = _merged((max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.kind == "pause")
+    pauses = merged((max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.kind == "pause")
     return step.end - step.start - sum(end - start for start, end in pauses)
 
 
 def hidden_seconds(exchanges: Iterable[tuple[float, float]], intervals: Iterable[Interval]) -> float:
     """Return the time of compute during which at least one of the exchanges (start, end) ran."""
-    merged = _merged(exchanges)
-    busy = [interval for interval in intervals if interval.kind in COMPUTE] if merged else ()
-    return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in merged for i in busy)
+    union = merged(exchanges)
+    busy = [interval for interval in intervals if interval.kind in COMPUTE] if union else ()
+    return sum(max(0.0, min(end, i.end) - max(start, i.start)) for start, end in union for i in busy)
 
 
 def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, float]]:
@@ -82,15 +82,15 @@ def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, f
     return [(one.arrive, one.done) for one in exchanges if one.end == one.start or one.start - one.arrive > _AT_ONCE]
 
 
-def _merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the union of the periods."""
-    merged: list[tuple[float, float]] = []
+    union: list[tuple[float, float]] = []
     for start, end in sorted(periods):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         elif end > start:
-            merged.append((start, end))
-    return merged
+            union.append((start, end))
+    return union
 
 
 def _divide(interval: Interval, step: ResolvedStep, last: Sequence[float] | None) -> list[Interval]:

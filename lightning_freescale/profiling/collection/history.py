@@ -56,7 +56,7 @@ class History:
         self.added = 0
 
     def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
-        """Record how samples are assigned to the ranks, and the hot rows of the document."""
+        """Record how samples are assigned to the ranks, if that was chosen during training, and the document's hot rows."""
         self._run, self._heat = replace(self._run, assignment=assignment), heat
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
@@ -123,7 +123,6 @@ class History:
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             memory=_memory_of(list(self._memory)),
             heat=self._heat,
-            last=tuple(sum(sums.last for sums in rank.values()) for rank in exchanges),
             advise=self._advise,
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from lightning_freescale.profiling.analysis.breakdown import merged
 from lightning_freescale.profiling.recording.records import StepRecord
 from lightning_freescale.profiling.reporting.document import write_atomically
 
@@ -198,18 +199,11 @@ def temporal_breakdown(events: Iterable[Mapping[str, Any]]) -> dict[str, float] 
     span = max((_end(k) for k in kernels), default=0.0) - min((k["ts"] for k in kernels), default=0.0)
     if not span:
         return None
-    busy = _union(kernels) / span
-    compute = _union(k for k in kernels if not _NO_COMPUTE.match(k["name"])) / span
+    busy, compute = (
+        sum(end - start for start, end in merged((k["ts"], _end(k)) for k in some)) / span
+        for some in (kernels, [k for k in kernels if not _NO_COMPUTE.match(k["name"])])
+    )
     return dict(zip(SHARES, (1 - busy, compute, busy - compute)))
-
-
-def _union(kernels: Iterable[Mapping[str, Any]]) -> float:
-    """Return the time during which at least one of the kernels ran."""
-    total, until = 0.0, float("-inf")
-    for kernel in sorted(kernels, key=lambda k: k["ts"]):
-        total += max(0.0, _end(kernel) - max(kernel["ts"], until))
-        until = max(until, _end(kernel))
-    return total
 
 
 def _end(event: Mapping[str, Any]) -> float:

@@ -62,7 +62,6 @@ class BubbleReport:
         host: host overhead in seconds per step by section, mean over ranks.
         device_idle: shares of device time under torch.profiler, as in the document.
         median_step: intervals of a typical step, as in the document.
-        last: number of last arrivals of each rank; empty without exchanges.
         features: features of every step and rank, shape ``[steps, ranks, features]``; None if unknown.
         predicted: predicted compute in a unit that the ranks of a step share, shape ``[steps, ranks]``; None if unknown.
         balance: planned balance of the steps, as in the document; None without plans.
@@ -86,7 +85,6 @@ class BubbleReport:
     host: Mapping[str, float] = field(default_factory=dict)
     device_idle: Mapping[str, Any] | None = None
     median_step: Mapping[str, Any] | None = None
-    last: Sequence[int] = ()
     features: Floats | None = None
     predicted: Floats | None = None
     balance: Mapping[str, Any] | None = None
@@ -234,7 +232,7 @@ def _rank(report: BubbleReport, rank: int) -> Document:
         "step_s": report.breakdown[:, rank, 0].mean(),
         "shares": shares_of(report.breakdown[:, rank]),
         "score": None if report.imbalance is None else report.imbalance.scores[rank],
-        "last": report.last[rank] if len(report.last) else 0,
+        "last": sum(figures.last[rank] for figures in report.exchanges),
     }
 
 

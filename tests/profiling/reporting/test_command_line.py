@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,12 @@ def test_runs_of_one_label_are_named_by_their_files(base: str, tmp_path: Path, c
 
 
 def test_page(base: str, other: str, tmp_path: Path, capsys: Any) -> None:
-    for labels in ([], ["one of them", "the other"]):
-        path = tmp_path / "page.html"
-        main(["page", base, other, "-o", str(path), *(["--label", *labels] if labels else [])])
+    path, copy = tmp_path / "page.html", shutil.copy(base, tmp_path / "copy.json")
+    for paths, labels in (([base, other], ["ddp", "freescale"]), ([base, copy], [base, str(copy)])):
+        main(["page", *map(str, paths), "-o", str(path)])
         assert str(path) in capsys.readouterr().out
         shown = [report["run"] for report in packed(path)[0]]
-        assert [run["label"] for run in shown] == (labels or ["ddp", "freescale"])
-        assert shown == [{**read(one)["run"], "label": run["label"]} for one, run in zip((base, other), shown)]
+        assert shown == [{**read(one)["run"], "label": label} for one, label in zip(paths, labels)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_page(base: str, other: str, tmp_path: Path, capsys: Any) -> None:
         (["compare", "BASE.json", "CUT.json"], "CUT.json is not JSON"),
         (["compare"], "REPORT.json"),
         (["page", "BASE.json"], "-o/--output"),
-        (["page", "BASE.json", "-o", "p.html", "--label", "a", "b"], "--label a b"),
+        (["page", "CUT.json", "-o", "p.html"], "CUT.json is not JSON"),
         (["draw"], "'draw'"),
     ],
 )
