@@ -69,17 +69,11 @@ class RankWindow:
     host: dict[str, float] = field(default_factory=dict)
     memory: MemoryReading | None = None
 
-    def as_lists(self) -> dict[str, Any]:
-        """Return the window in the form that is sent to rank 0."""
-        segments = [(each.start, each.end, each.keys, each.seconds.tolist()) for each in self.segments]
-        exchanges = {name: vars(sums) for name, sums in self.exchanges.items()}
-        return {**vars(self), "breakdown": self.breakdown.tolist(), "segments": segments, "exchanges": exchanges}
-
     @classmethod
-    def from_lists(cls, values: Mapping[str, Any]) -> RankWindow:
-        """Return the window from the form of :meth:`as_lists`."""
+    def from_json(cls, values: Mapping[str, Any]) -> RankWindow:
+        """Return the window from its fields, in which JSON has made lists and dicts of the values."""
         segments = [
-            RankSegments(start, end, tuple(keys), np.array(seconds)) for start, end, keys, seconds in values["segments"]
+            RankSegments(one["start"], one["end"], tuple(one["keys"]), np.array(one["seconds"])) for one in values["segments"]
         ]
         exchanges = {name: ExchangeSums(**sums) for name, sums in values["exchanges"].items()}
         memory = None if values["memory"] is None else MemoryReading(*values["memory"])

@@ -101,7 +101,7 @@ class History:
         exchanges = self._exchange_sums()
         balance = planned_balance(plans, compute)
         padded = None if balance is None else planned_padding(plans, compute)
-        cases, replayed = self._what_if(breakdown, expected, padded and padded["tokens"]) if traced is not None else ((), None)
+        cases, replayed = self._what_if(breakdown, expected, (padded or {}).get("tokens")) if traced is not None else ((), None)
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),

@@ -34,21 +34,21 @@ ToRankZero = Callable[[Any], Any]
 def gather_to_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the values of all ranks on every rank. Collective; the group takes CPU tensors, None is one rank.
 
-    The values travel as JSON, so they consist of numbers, text, lists, dicts with text as keys, and arrays.
+    The values travel as JSON: numbers, text, lists, dicts with text as keys, arrays as lists, and data classes as dicts.
     """
-    return [value] if group is None else [json.loads(each) for each in gather_bytes(_encoded(value), group)]
+    mine = _encoded(value)
+    return [json.loads(each) for each in ([mine] if group is None else gather_bytes(mine, group))]
 
 
 def gather_to_rank_zero(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
     """Return the values of all ranks on rank 0 and None on the others, see :func:`gather_to_all`. Collective."""
-    if group is None:
-        return [value]
-    everyone = gather_bytes(_encoded(value), group, only_first=True)
-    return [json.loads(each) for each in everyone] if group.rank() == 0 else None
+    mine = _encoded(value)
+    everyone = [mine] if group is None else gather_bytes(mine, group, only_first=True)
+    return [json.loads(each) for each in everyone] or None
 
 
 def _encoded(value: Any) -> bytes:
-    return json.dumps(value, default=lambda array: array.tolist()).encode()
+    return json.dumps(value, default=lambda one: one.tolist() if hasattr(one, "tolist") else vars(one)).encode()
 
 
 class RankExchange:
@@ -105,11 +105,11 @@ class RankExchange:
         found = [last_arrivals(same) for same in zip(*arrivals)]
         last = [[latest[c.key].seconds for c in step.collectives] for step, latest in zip(steps, found)]
         window = window_of(steps, last, memory, alone=self.group is None, divided=aligned)
-        windows = gather_to_rank_zero(window.as_lists(), self.group)
+        windows = gather_to_rank_zero(window, self.group)
         self.sync_clocks_if_due(idle=False)  # due since the exchange before, if no epoch has ended meanwhile
         if all_due[0]:
             self._sync_due, self._sync_after = True, min(2 * self._sync_after, _SYNC_EVERY)
-        return None if windows is None else [RankWindow.from_lists(each) for each in windows]
+        return None if windows is None else [RankWindow.from_json(each) for each in windows]
 
     def own_window(self, steps: Sequence[ResolvedStep], reason: str) -> RankWindow:
         """Return the window of this rank alone. Its waits are not divided, because the other arrivals are unknown."""
@@ -194,10 +194,10 @@ def gather_trace(
 ) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
     """Return the steps, the Kineto events and the device shares of all ranks on rank 0, nothing on the others. Collective."""
     mine = ([], None) if not window.records else (window.events(to_rank_zero), window.breakdown())
-    everyone = gather_to_rank_zero(([step.as_list() for step in steps], *mine), group)
+    everyone = gather_to_rank_zero((steps, *mine), group)
     if everyone is None:
         return [], [], None
     rows, events, shares = zip(*everyone)
     idle = {name: [None if one is None else one[name] for one in shares] for name in SHARES}
-    traced = [[ResolvedStep.from_list(each) for each in row] for row in zip(*rows)]
+    traced = [[ResolvedStep.from_json(each) for each in row] for row in zip(*rows)]
     return traced, list(events) if any(events) else [], {"steps": len(window.records), **idle} if any(shares) else None

@@ -205,16 +205,12 @@ class ResolvedStep:
     features: Any = None
     predicted: float | None = None
 
-    def as_list(self) -> list[Any]:
-        """Return the step, except ``features`` and ``predicted``, in the form that is sent to rank 0."""
-        return [self.start, self.end, self.index, self.samples, self.spans, self.collectives, self.hidden]
-
     @classmethod
-    def from_list(cls, values: Sequence[Any]) -> ResolvedStep:
-        """Return the step from the form of :meth:`as_list`."""
-        start, end, index, samples, spans, *exchanges = values
-        collectives, hidden = (tuple(ResolvedCollective(*one) for one in each) for each in exchanges)
-        return cls(start, end, index, samples, tuple(Interval(*one) for one in spans), collectives, hidden)
+    def from_json(cls, values: Mapping[str, Any]) -> ResolvedStep:
+        """Return the step from its fields, in which JSON has made lists of the tuples."""
+        collectives, hidden = (tuple(ResolvedCollective(*one) for one in values[name]) for name in ("collectives", "hidden"))
+        spans = tuple(Interval(*one) for one in values["spans"])
+        return cls(**{**values, "spans": spans, "collectives": collectives, "hidden": hidden})
 
 
 def resolve(

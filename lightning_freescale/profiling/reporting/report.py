@@ -148,7 +148,9 @@ class BubbleReport:
 
         The share of the wall time assumes compute proportional to the tokens.
         """
-        return self.padded and {**self.padded, "time": self.padded["tokens"] * self.shares["compute"]}
+        if self.padded is None:
+            return None
+        return {**self.padded, "time": self.padded["tokens"] * self.shares["compute"]}
 
     def document(self, series: bool = True) -> Document:
         """Return the JSON document that ``schema.json`` describes, with or without the ``series`` of single steps.
