@@ -141,7 +141,7 @@ def test_one_clock_for_all_ranks() -> None:
         one_by_one = [alignment.to_rank_zero(float(stamp)) for stamp in stamps]
         doubts = [alignment.uncertainty_at(float(stamp)) for stamp in stamps]
         assert alignment.to_rank_zero(stamps).tolist() == one_by_one and alignment.uncertainty_at(stamps).tolist() == doubts
-        assert type(one_by_one[0]) is type(doubts[0]) is float
+        assert isinstance(one_by_one[0], float) and isinstance(doubts[0], float)
         if own == 0:
             assert one_by_one == stamps.tolist() and doubts == [0.0] * 3
             assert figures == {"round_trip_s": 0.0, "syncs": 3, "rejected": 0, "drift": 0.0}

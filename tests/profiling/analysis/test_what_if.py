@@ -279,7 +279,7 @@ def test_without_divided_waits_balance_and_overlap_are_left_out() -> None:
 
 
 def test_steps_without_a_common_order_are_left_out() -> None:
-    run = run_segments(planned_run(*_plan(1, 2, 6)))
+    run = run_segments(planned_run(*_plan(3, 2, 6)))
     rank = run[3][1]
     turned = replace(rank, keys=rank.keys[::-1])
     replay = Replay([*run[:3], [run[3][0], turned], *run[4:]])
