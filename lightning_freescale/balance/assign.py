@@ -9,18 +9,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import (
-    Ints,
-    Problem,
-    dearest_first,
-    level_tokens,
-    lower_bound,
-    padded_loads,
-    padded_search,
-    search,
-    to_integers,
-    zigzag,
-)
+from lightning_freescale.balance.solver.bounds import Ints, Problem, dearest_first, lower_bound, to_integers
+from lightning_freescale.balance.solver.lpt import zigzag
+from lightning_freescale.balance.solver.padded import padded_loads, padded_search
+from lightning_freescale.balance.solver.search import level_tokens, search
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number, whole_tokens
 
 AssignmentMode = Literal["fixed", "slack", "free", "zigzag"]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints, dearest_first
+from lightning_freescale.balance.solver.bounds import Ints, dearest_first
 from lightning_freescale.balance.validation import is_non_negative, non_negative, whole_tokens
 
 _GOLDEN = 2654435769

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.cost import CostFit, CostModel, fit_coefficients, huber_loss
-from lightning_freescale.balance.solver import padded_loads
+from lightning_freescale.balance.solver.padded import padded_loads
 from lightning_freescale.balance.validation import Floats
 
 PARTED = 0.03

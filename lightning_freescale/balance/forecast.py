@@ -17,7 +17,7 @@ from lightning_freescale.balance.global_batches import draw_order
 from lightning_freescale.balance.plan import StepPlan
 from lightning_freescale.balance.report import BalanceReport, idle_fraction
 from lightning_freescale.balance.sampler import BalancedSampler
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver.bounds import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 SHUFFLED = 1_000_000

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from lightning_freescale.balance.assign import assign
 from lightning_freescale.balance.budget import Budget, BudgetSteps
 from lightning_freescale.balance.plan import PlanArguments
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver.bounds import Ints
 from lightning_freescale.balance.validation import whole_number
 from lightning_freescale.balance.window import DrawnWindow, share_window
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import assign
-from lightning_freescale.balance.solver import Ints, padded_loads
+from lightning_freescale.balance.solver.bounds import Ints
+from lightning_freescale.balance.solver.padded import padded_loads
 from lightning_freescale.balance.validation import Floats
 
 Candidate = TypeVar("Candidate")

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.balance.assign import Assignment, assign, assignment_bound, contiguous_split, imbalance, load_imbalance
 from lightning_freescale.balance.report import StepBalance
-from lightning_freescale.balance.solver import Ints, padded_loads
+from lightning_freescale.balance.solver.bounds import Ints
+from lightning_freescale.balance.solver.padded import padded_loads
 from lightning_freescale.balance.validation import Floats
 from lightning_freescale.balance.window import DrawnWindow
 

@@ -17,7 +17,7 @@ from lightning_freescale.balance.global_batches import BlockShuffle, GlobalBatch
 from lightning_freescale.balance.micro_batches import MicroBatches, MicroBatchSchedule, cut, most_parts
 from lightning_freescale.balance.plan import PlanArguments, PlanPrefetcher, StepPlan
 from lightning_freescale.balance.report import BalanceReport, StepBalance
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver.bounds import Ints
 from lightning_freescale.balance.validation import Floats, non_negative, whole_number
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver.bounds import Ints
 
 Floats = NDArray[np.float64]
 _MAX_TOTAL_TOKENS = 2**53

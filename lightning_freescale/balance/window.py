@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from lightning_freescale.balance.assign import AssignmentMode, assign, assignment_bound, contiguous_split, imbalance
-from lightning_freescale.balance.solver import CLOSE_ENOUGH, Ints, Mask, dearest_first, to_integers
+from lightning_freescale.balance.solver.bounds import Ints, Mask, dearest_first, to_integers
+from lightning_freescale.balance.solver.search import CLOSE_ENOUGH
 from lightning_freescale.balance.validation import Floats
 
 _ONE_BY_ONE, _REPLACED = 64, 2

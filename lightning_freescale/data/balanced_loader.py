@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_freescale.balance import BalancedSampler, MicroBatches
-from lightning_freescale.balance.solver import Ints
+from lightning_freescale.balance.solver.bounds import Ints
 from lightning_freescale.data.validation import size_of
 
 _WINDOW_STEPS = 64

@@ -46,14 +46,11 @@ _REFRESH_SHARE = 0.002
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """Options of the profiler.
+    """Options of the profiler. :class:`lightning_freescale.BubbleProfiler` describes those that it has, too.
 
     Attributes:
-        every_n_steps: see :class:`lightning_freescale.BubbleProfiler`.
         warmup_steps: number of first steps that are left out.
         max_steps: largest number of steps in the report, counted from the end.
-        trace_steps: see :class:`lightning_freescale.BubbleProfiler`.
-        torch_profiler_steps: see :class:`lightning_freescale.BubbleProfiler`.
 
     Raises:
         ValueError: a value is invalid.

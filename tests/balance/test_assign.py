@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, assign
 from lightning_freescale.balance.assign import assignment_bound, contiguous_split, imbalance, load_imbalance
-from lightning_freescale.balance.solver import dearest_first
+from lightning_freescale.balance.solver.bounds import dearest_first
 from lightning_freescale.balance.window import share_window
 
 MODES = ["fixed", "slack", "free", "zigzag"]

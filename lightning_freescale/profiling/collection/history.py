@@ -97,7 +97,8 @@ class History:
         breakdown = np.stack(breakdowns)
         compute = column(breakdown, "compute")
         worked_on = _known(features)
-        expected, slowness = self._fitted(compute, worked_on) or (None, None)
+        fit = None if self._fit_costs is None or worked_on is None else self._fit_costs(worked_on, compute)
+        expected, slowness = fit or (None, None)
         exchanges = self._exchange_sums()
         balance = planned_balance(plans, compute)
         padded = None if balance is None else planned_padding(plans, compute)
@@ -139,9 +140,6 @@ class History:
         costs = None if expected is None else expected[last[chosen]]
         cases = what_if(replay, divided=bool(enough), expected=costs, padding=padding)
         return cases, last[chosen][replay.schedule.steps] if cases else None
-
-    def _fitted(self, compute: Floats, features: Floats | None) -> tuple[Floats, Floats] | None:
-        return None if self._fit_costs is None or features is None else self._fit_costs(features, compute)
 
     # -- sums over windows
 
@@ -193,14 +191,10 @@ def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: Memory
     values = {"fraction": bubble(breakdown), **shares_of(breakdown), "compute_imbalance": compute_imbalance_of(breakdown)}
     rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": samples_per_s_of(breakdown, samples)}
     rates["slowest_rank"] = _slowest_rank(breakdown)
-    held = {} if memory is None else _memory_scalars(memory)
-    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates, **held}.items() if value is not None}
-
-
-def _memory_scalars(memory: MemoryWindows) -> dict[str, float]:
-    """Return the largest memory of a rank in bytes, and the imbalance."""
-    most = {"memory_bytes": memory.current[-1].max(), "memory_peak_bytes": memory.peak[-1].max()}
-    return {**{name: float(value) for name, value in most.items()}, "memory_imbalance": memory.imbalance}
+    if memory is not None:
+        rates |= {"memory_bytes": float(memory.current[-1].max()), "memory_peak_bytes": float(memory.peak[-1].max())}
+        rates["memory_imbalance"] = memory.imbalance
+    return {f"freescale/bubble/{name}": value for name, value in {**values, **rates}.items() if value is not None}
 
 
 def _slowest_rank(breakdown: Floats) -> float | None:
@@ -218,13 +212,12 @@ def _known(values: Sequence[Sequence[Any]]) -> Floats | None:
 
 def _memory_of(windows: Sequence[tuple[int, Sequence[MemoryReading | None]]]) -> MemoryWindows | None:
     """Return the windows with known memory of every rank; None without any."""
-    steps = [step for step, readings in windows if None not in readings]
-    known = [[one for one in readings if one is not None] for _, readings in windows if None not in readings]
+    known = [(step, readings) for step, readings in windows if None not in readings]
     if not known:
         return None
-    current, peak = (np.array([[getattr(one, name) for one in row] for row in known], float) for name in ("current", "peak"))
-    reserved = _known([[one.reserved for one in row] for row in known])
-    return MemoryWindows(steps, current, peak, reserved)
+    steps, readings = zip(*known)
+    current, peak, reserved = np.moveaxis(np.array(readings, float), -1, 0)  # an unknown number becomes NaN
+    return MemoryWindows(steps, current, peak, None if np.isnan(reserved).any() else reserved)
 
 
 def _median_step(traced: Sequence[Sequence[ResolvedStep]], aligned: bool) -> dict[str, Any]:

@@ -49,14 +49,18 @@ def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path
     """
     if not documents:
         raise ValueError("documents is empty. Pass the content of at least one report.json")
-    if not has_plotly():
+    library = None
+    if has_plotly():
+        from plotly.offline import get_plotlyjs
+
+        library = get_plotlyjs()
+    else:
         warnings.warn(WITHOUT_PLOTLY, stacklevel=2)
     packed = [_packed(index, document) for index, document in enumerate(documents)]
     reports = ",".join(shown for shown, _ in packed)
     content = f'{{"reports":[{reports}],"compared":{json.dumps(_compared(documents))}}}'
     series = "".join(_element(planes, 'class="series"', level=1) for _, planes in packed)
     script = f'"use strict";\n(() => {{\n{"".join(_read(f"{name}.js") for name in _SCRIPTS)}}})();'
-    library = _plotly_javascript() if has_plotly() else None
     page = Template(_read("page.html")).substitute(
         style=_read("page.css"),
         policy=" ".join(_hash(text) for text in (script, library) if text is not None),
@@ -123,12 +127,6 @@ def _compared(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def has_plotly() -> bool:
     """Return True if pages can have pictures."""
     return find_spec("plotly") is not None and find_spec("plotly.offline") is not None
-
-
-def _plotly_javascript() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
 
 
 def _plotly_licence() -> str:
