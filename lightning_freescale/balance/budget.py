@@ -135,8 +135,9 @@ class BudgetSteps:
         return order
 
     def _edges(self, cut: Cut) -> list[int]:
-        counts = _counts(len(self._sizes) - cut.samples, cut.steps)
-        return [cut.samples] * cut.batches + (cut.samples + np.append(0, counts.cumsum())).tolist()
+        left = len(self._sizes) - cut.samples
+        ends = left // cut.steps * np.arange(cut.steps + 1) + _counts_of_rest(left, cut.steps)
+        return [cut.samples] * cut.batches + (cut.samples + ends).tolist()
 
     def _fewest_steps(self, sizes: Ints, what: str) -> tuple[int, Ints]:
         """Return the smallest number of steps found to fit in any order, and the ranks of the largest step's samples."""
@@ -176,10 +177,6 @@ def _dealt(sizes: Ints, steps: int) -> Ints:
     step_of[np.sort(by_size[:whole].reshape(-1, steps), axis=1)] = np.arange(steps)
     step_of[np.sort(by_size[whole:])] = np.flatnonzero(np.diff(_counts_of_rest(len(sizes), steps)))
     return np.argsort(step_of, kind="stable")
-
-
-def _counts(samples: int, steps: int) -> Ints:
-    return samples // steps + np.diff(_counts_of_rest(samples, steps))
 
 
 def _counts_of_rest(samples: int, steps: int) -> Ints:

@@ -54,11 +54,6 @@ def _data_loading(about: str, document: Document) -> str:
     return f"{advice}; or reduce the work in __getitem__ and collate_fn"
 
 
-def _imbalance_of_data(about: str, document: Document) -> str:
-    balance = _to_balance(document)
-    return f"{balance}. {_SEE_DEVICE}" if about == "slow ranks" else balance
-
-
 def _to_balance(document: Document) -> str:
     plan = document["run"].get("assignment")
     if plan is None:
@@ -133,7 +128,7 @@ def _nothing(about: str, document: Document) -> str | None:
 
 _ADVICE: Mapping[str, Callable[[str, Document], str | None]] = {
     "data loading": _data_loading,
-    "imbalance of data": _imbalance_of_data,
+    "imbalance of data": lambda about, document: _to_balance(document) + f". {_SEE_DEVICE}" * (about == "slow ranks"),
     "slow hardware": _slow_hardware,
     "uneven compute": _uneven_compute,
     "embedding exchange": _embedding_exchange,

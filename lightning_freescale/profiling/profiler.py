@@ -148,8 +148,10 @@ class StepProfiler:
         if record is None:
             return None
         self._ended_steps += 1
-        if self._kineto.add_step(record):
-            self._pause(self._kineto.stop_after_last)
+        if self._kineto.running:
+            self._kineto.records.append(record)
+            if len(self._kineto.records) == self._kineto.steps:
+                self._pause(self._kineto.stop)
         elif self._ended_steps > self.options.warmup_steps:
             self._buffer.add_step(record)
             if len(self._buffer.waiting) == self.options.every_n_steps + _LAG:
@@ -219,7 +221,8 @@ class StepProfiler:
         scalars = self._new_scalars()
         # memory is read here, at the end of a step: on the worker the next step would have begun
         self._pending = self._worker.submit(self._run_exchange, self._buffer.take_steps(_LAG), self._read_memory())
-        self._pause(self._kineto.start_once)
+        if self._kineto.steps and not self._kineto.running and not self._kineto.records:
+            self._pause(self._kineto.start)
         return scalars
 
     def _new_scalars(self) -> dict[str, float] | None:

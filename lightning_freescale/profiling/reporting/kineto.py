@@ -47,7 +47,7 @@ class KinetoWindow:
         file: path for the file that torch writes, ending in ``.json.gz``; None to write none.
 
     Attributes:
-        records: the recorded steps.
+        records: the recorded steps, which the caller adds.
     """
 
     def __init__(self, steps: int, device: torch.device, file: Path | None = None) -> None:
@@ -63,11 +63,6 @@ class KinetoWindow:
         """True between the start and the stop of the window."""
         return self._profile is not None
 
-    def start_once(self) -> None:
-        """Start the window between two steps, unless it has already recorded some."""
-        if self.steps and not self.running and not self.records:
-            self.start()
-
     def start(self) -> None:
         """Start between two steps, on the thread that trains. This takes most of a second.
 
@@ -82,17 +77,6 @@ class KinetoWindow:
         self._profile = profile(activities=self._activities)
         self._profile.start()
         self._ahead = _unix_ahead()
-
-    def add_step(self, record: StepRecord) -> bool:
-        """Add a step that has ended, if the window is running; return True if it is."""
-        if self.running:
-            self.records.append(record)
-        return self.running
-
-    def stop_after_last(self) -> None:
-        """Stop the window if it has recorded all of its steps."""
-        if len(self.records) == self.steps:
-            self.stop()
 
     def stop(self) -> None:
         """Stop a running window between two steps, on the thread that started it. This takes about a second.

@@ -15,6 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from lightning_freescale.balance.validation import Floats
 from lightning_freescale.simulator.network import Network
 from lightning_freescale.simulator.outlook import LABELS, pairs_of_steps
@@ -64,12 +66,8 @@ def write_page(
 def _sums(lengths: Floats, ranks: int, load: TrainingLoad, seed: int) -> dict[str, Any]:
     """Return the sums of 1, L and L² over each rank's samples for some steps."""
     pairs = list(pairs_of_steps(lengths, ranks, load, 2 * _PAIRS, seed, resample=False))
-    drawn, balanced = ([[_whole(rank) for rank in step] for pair in pairs for step in pair[each]] for each in (False, True))
+    drawn, balanced = (np.concatenate([pair[each] for pair in pairs]).tolist() for each in (False, True))
     return {"count": ranks, "drawn": drawn, "balanced": balanced}
-
-
-def _whole(sums: Floats) -> list[float]:
-    return [int(each) if each == int(each) else float(each) for each in sums]
 
 
 def _read(name: str) -> str:
