@@ -140,16 +140,11 @@ class ReportFit:
 
 
 def fit_report(document: Mapping[str, Any]) -> ReportFit:
-    """Fit a cost model to the contents of a report.json of a :class:`~lightning_freescale.BubbleProfiler`.
+    """Fit a cost model to the valid contents of a report.json of a :class:`~lightning_freescale.BubbleProfiler`.
 
     Raises:
-        ValueError: The document is not such a report, holds no history lengths, or has too few steps.
+        ValueError: The report holds no history lengths, or has too few steps.
     """
-    found = document.get("format") if isinstance(document, Mapping) else None
-    if found != "lightning_freescale.bubble_report":
-        raise ValueError(
-            f"the document has format {found!r} and is no bubble report. Pass the report.json of a BubbleProfiler."
-        )
     series = document.get("series") or {}
     sums = np.array(series.get("features") or [], dtype=np.float64)
     if not sums.size or (sums[..., 1].any() and not sums[..., 2].any()):

@@ -104,19 +104,16 @@ def work_of_step(
 
 def _lengths_of(returned: Any) -> Floats:
     wrong = ""
-    if isinstance(returned, torch.Tensor) and returned.device.type != "cpu":
-        wrong = f"a tensor on {returned.device}; reading it would wait for the device"
+    try:
+        lengths = np.asarray(returned, dtype=np.float64)  # numpy refuses tensors on other devices, whose reading would wait
+    except (TypeError, ValueError, RuntimeError) as error:
+        wrong = f"{reprlib.repr(returned)}, which is not numeric ({error})"
     else:
-        try:
-            lengths = np.asarray(returned, dtype=np.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
-            wrong = f"{reprlib.repr(returned)}, which is not numeric ({error})"
-        else:
-            invalid = ~(np.isfinite(lengths) & (lengths >= 0))
-            if lengths.ndim != 1 or not lengths.size:
-                wrong = f"{reprlib.repr(returned)} of shape {lengths.shape}"
-            elif invalid.any():
-                wrong = f"{reprlib.repr(returned)}, which contains {lengths[invalid][0]}"
+        invalid = ~(np.isfinite(lengths) & (lengths >= 0))
+        if lengths.ndim != 1 or not lengths.size:
+            wrong = f"{reprlib.repr(returned)} of shape {lengths.shape}"
+        elif invalid.any():
+            wrong = f"{reprlib.repr(returned)}, which contains {lengths[invalid][0]}"
     if wrong:
         raise ValueError(
             f"BubbleProfiler(lengths_fn=...): the function returned {wrong}. Return the history length of every sample of the "

@@ -110,7 +110,6 @@ def simulate(
     rng = np.random.default_rng([seed, ranks, 1])
     ranges = {**quantities(load), **quantities(network)}
     figures: dict[str, list[Floats]] = {name: [] for name in chosen}
-    nominal: dict[str, list[Floats]] = {name: [] for name in chosen}
     mode = assignment_mode if any(each.balance for each in chosen.values()) else None
     for sums in pairs_of_steps(lengths, ranks, load, steps, seed, assignment_mode=mode):
         for draw in range(draws + 1):
@@ -119,13 +118,9 @@ def simulate(
             at["exponent"] = round(at["exponent"], 2)
             setting = pinned(load, at), pinned(network, at)
             for name, techniques in chosen.items():
-                found = _figures(sums[techniques.balance], *setting, techniques)
-                figures[name].append(found)
-                nominal[name] += [] if draw else [found]
-    return [
-        _outlook(ranks, name, techniques, *([np.array(kept[each]) for each in ("plain", name)] for kept in (nominal, figures)))
-        for name, techniques in chosen.items()
-    ]
+                figures[name].append(_figures(sums[techniques.balance], *setting, techniques))
+    drawn = {name: np.array(found).reshape(-1, draws + 1, 2) for name, found in figures.items()}
+    return [_outlook(ranks, name, techniques, drawn["plain"], drawn[name]) for name, techniques in chosen.items()]
 
 
 def pairs_of_steps(
@@ -165,10 +160,13 @@ def _figures(sums: Floats, load: TrainingLoad, network: Network, techniques: Tec
     return np.array([walls.mean(), walls.mean() * (1 - bubble(walls, compute))])
 
 
-def _outlook(ranks: int, name: str, techniques: Techniques, nominal: list[Floats], drawn: list[Floats]) -> Outlook:
-    """Return the outlook from wall time and compute of plain and of these techniques, shape ``[draws, 2]`` each."""
-    values = _derived(*(found.mean(axis=0, keepdims=True) for found in nominal))
-    spread = _derived(*drawn)
+def _outlook(ranks: int, name: str, techniques: Techniques, plain: Floats, this: Floats) -> Outlook:
+    """Return the outlook from wall time and compute of plain and of these techniques.
+
+    The shapes are ``[pairs, draws + 1, 2]``. The first draw of a pair has the values of the assumptions.
+    """
+    values = _derived(*(found[:, 0].mean(axis=0, keepdims=True) for found in (plain, this)))
+    spread = _derived(plain.reshape(-1, 2), this.reshape(-1, 2))
     known = {}
     for figure, unit in (("step", "s"), ("bubble", ""), ("speed_up", ""), ("removed", ""), ("limit", "")):
         value = float(values[figure][0])

@@ -209,40 +209,6 @@ def _last_as_long_whenever_asked(since: Floats, data: Floats, step: float) -> bo
     return bool(varies and variance(data) < asked / 4)
 
 
-def altered_clocks(
-    work: Floats,
-    transfer: Floats,
-    arrivals: ArrivalPoints,
-    measured: RankClocks,
-    restarts: NDArray[np.intp],
-    data: Floats,
-    batches: BatchMoments | None = None,
-) -> RankClocks:
-    """Return the clocks with altered durations, which restart at the measured times of ``restarts``.
-
-    ``data`` is the part of ``work`` that waits for data. Waits for ``batches`` last until these are ready.
-    """
-    work, ranks = work.copy(), np.arange(work.shape[1])
-    taken = np.empty_like(work)
-    some_wait: list[bool] = [] if batches is None else np.any(batches.waited, axis=1).tolist()
-
-    def own(begin: Floats, at: int) -> Floats:
-        if batches is not None:
-            taken[at] = batches.taken(at, begin, data[at], taken) if some_wait[at] else begin + data[at]
-            if some_wait[at]:
-                work[at] += taken[at] - begin - data[at]
-        return work[at]
-
-    def arrive(clocks: RankClocks, at: int) -> Floats:
-        if arrivals.own[at]:
-            return clocks.begin[at] + arrivals.share[at] * work[at]
-        row = arrivals.row[at]
-        moment = clocks.begin[row, ranks] + arrivals.share[at] * work[row, ranks] + arrivals.after[at]
-        return np.minimum(moment, clocks.end[row, ranks])
-
-    return _play(own, transfer, {at: measured.begin[at] for at in restarts.tolist()}, arrive)
-
-
 def own_seconds(schedule: Schedule) -> Floats:
     """Return the seconds of each rank's own work in each row, pauses included."""
     return np.sum([schedule.column(name) for name in ("compute", "data", "other", "pause")], axis=0)
@@ -334,9 +300,33 @@ class Replay:
         if overlap:
             transfer = self._exposed(transfer, self.compute if compute is None else compute)
         waits = schedule.column("data") if data else np.zeros_like(work)
-        batches = self._batches if data else None
-        clocks = altered_clocks(work, transfer, self._arrivals, self._measured, self._restarts, waits, batches)
+        clocks = self._altered(work, transfer, waits, self._batches if data else None)
         return self._wall / float((clocks.elapsed - schedule.column("pause")).sum())
+
+    def _altered(self, work: Floats, transfer: Floats, data: Floats, batches: BatchMoments | None) -> RankClocks:
+        """Return the clocks with altered durations, which restart at the measured times.
+
+        ``data`` is the part of ``work`` that waits for data. Waits for ``batches`` last until these are ready.
+        """
+        arrivals, work, ranks = self._arrivals, work.copy(), np.arange(work.shape[1])
+        taken = np.empty_like(work)
+        some_wait: list[bool] = [] if batches is None else np.any(batches.waited, axis=1).tolist()
+
+        def own(begin: Floats, at: int) -> Floats:
+            if batches is not None:
+                taken[at] = batches.taken(at, begin, data[at], taken) if some_wait[at] else begin + data[at]
+                if some_wait[at]:
+                    work[at] += taken[at] - begin - data[at]
+            return work[at]
+
+        def arrive(clocks: RankClocks, at: int) -> Floats:
+            if arrivals.own[at]:
+                return clocks.begin[at] + arrivals.share[at] * work[at]
+            row = arrivals.row[at]
+            moment = clocks.begin[row, ranks] + arrivals.share[at] * work[row, ranks] + arrivals.after[at]
+            return np.minimum(moment, clocks.end[row, ranks])
+
+        return _play(own, transfer, {at: self._measured.begin[at] for at in self._restarts.tolist()}, arrive)
 
     def limit(self, compute: Floats) -> float:
         """Return the time of the run / the time of ``compute`` alone."""
