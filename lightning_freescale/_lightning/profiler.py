@@ -1,4 +1,4 @@
-"""The bubble profiler's access to Lightning: stages of a step on a timeline, and text in the progress bar."""
+"""The bubble profiler's access to Lightning: stages of a step on a timeline, loggers, and text in the progress bar."""
 
 from __future__ import annotations
 
@@ -11,12 +11,34 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 
-from lightning_freescale._lightning.loops import LoaderWrapper, Strategy, Trainer
+from lightning_freescale._lightning.loops import Callback, LoaderWrapper, Strategy, Trainer
 from lightning_freescale.profiling.recording.ddp_exchanges import buffers_on, ddp_waits_on
 from lightning_freescale.profiling.recording.observed_work import replaced
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
 
 _LOG = logging.getLogger(rank_zero.__name__)
+_MAIN = {
+    "freescale/bubble/fraction",
+    "freescale/bubble/compute_imbalance",
+    "freescale/overlap/exposed_s",
+    "freescale/overlap/hidden_s",
+}
+_PLANNED = "freescale/imbalance/epoch/balanced"  # the imbalance of a run that is not profiled
+
+
+class ProfilerCallback(Callback):
+    """A callback that measures the bubble. If ``verbose`` is True, loggers receive all scalars of the package."""
+
+    verbose: bool | None = None
+
+
+def log_scalars(trainer: Any, scalars: dict[str, float]) -> None:
+    """Log bubble, imbalance, exposed and hidden seconds to the Trainer's loggers, and the other scalars if a profiler asks."""
+    verbose = [callback.verbose for callback in trainer.callbacks if isinstance(callback, ProfilerCallback)]
+    if not any(verbose):
+        scalars = {name: each for name, each in scalars.items() if name in _MAIN or (name == _PLANNED and not verbose)}
+    for logger in trainer.loggers if scalars else ():
+        logger.log_metrics(scalars, step=trainer.global_step)
 
 
 class ObservedLoader(LoaderWrapper):

@@ -21,7 +21,7 @@ from lightning_freescale._lightning.loops import (
     before_batches,
     rank_zero_info,
 )
-from lightning_freescale._lightning.profiler import ProgressLine, log_but_on_terminal, stages_on
+from lightning_freescale._lightning.profiler import ProfilerCallback, ProgressLine, log_but_on_terminal, log_scalars, stages_on
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
@@ -38,13 +38,13 @@ _FOLDER = "bubbles"
 _CAUSES = ("data_wait", "straggler_wait", "transfer", "wait", "host_overhead", "unexplained")
 
 
-class BubbleProfiler(Callback):
+class BubbleProfiler(ProfilerCallback):
     """Splits every training step of every rank into data wait, compute, straggler wait, transfer and host overhead.
 
     The callback works with any strategy that runs one process per device, such as ``"ddp"``. It does not change the results of
     training. It never synchronizes the device within an epoch, and its collectives use a separate process group.
 
-    - During training, it logs ``freescale/bubble/...`` scalars to the Trainer's loggers and updates ``report.json``.
+    - During training, it logs the bubble and the imbalance of compute to the Trainer's loggers and updates ``report.json``.
     - At the end of training, it prints a summary and writes ``report.json``, ``report.html`` and ``trace.json``. It also sends
       the report to loggers of Weights & Biases, MLflow and TensorBoard.
     - If no step ends for a while, or a rank receives SIGUSR2, one rank prints the position of all ranks and writes
@@ -64,8 +64,8 @@ class BubbleProfiler(Callback):
             part of the imbalance the data cause. :class:`FreeScaleDataModule` provides them.
         verbose: None shows the bubble of the last ``every_n_steps`` steps beside the progress bar. At the end, it prints the
             verdict, the table of the ranks and the path of the full report, and logs the verdict if Lightning's log also has a
-            destination other than the terminal. True also prints all other figures and the paths of all files. False prints
-            no report and no verdict. Loggers receive the same values in each case.
+            destination other than the terminal. True also prints all other figures and the paths of all files, and logs
+            all scalars of the profiler and of strategy ``"freescale"``. False prints no report and no verdict.
 
     Attributes:
         report: the :class:`~lightning_freescale.profiling.BubbleReport` on rank 0 after training; None before, and on the other
@@ -235,8 +235,7 @@ class BubbleProfiler(Callback):
         if scalars is not None:
             self._line.show(_live_text(scalars))
             with self._timeline.span("pause", "loggers"):
-                for logger in trainer.loggers:
-                    logger.log_metrics(scalars, step=trainer.global_step)
+                log_scalars(trainer, scalars)
 
     def _running(self) -> StepProfiler:
         assert self._profiler is not None

@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import BalanceReport, StepBalance, advise, predict
 from lightning_freescale.balance.micro_batches import MicroBatches
@@ -106,14 +107,14 @@ class BalanceMonitor:
         due = trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0
         if due and trainer.global_step != self._logged_step:  # several batches may form one step
             self._logged_step = trainer.global_step
-            self._log_scalars(BalanceReport.from_steps([balance]).scalars("step"))
+            log_scalars(trainer, BalanceReport.from_steps([balance]).scalars("step"))
 
     def _end_epoch(self) -> None:
         sums, self._sums = self._sums, BalanceSums()
         if not sums.steps:
             return
         report = sums.report()
-        self._log_scalars(report.scalars("epoch"))
+        log_scalars(self.trainer, report.scalars("epoch"))
         if not self._reported:
             self._reported = True
             rank_zero_info(f"strategy 'freescale': predicted {report}")
@@ -140,10 +141,6 @@ class BalanceMonitor:
             report = None  # the epoch began in another mode, so its report mixes two modes
         options |= {name: getattr(sampler, name) for name in ("window", "drop_last", "seed")}
         return advise(costs, sampler.num_replicas, sampler.batch_size, report, lengths, **options)
-
-    def _log_scalars(self, scalars: dict[str, float]) -> None:
-        for logger in self.trainer.loggers:
-            logger.log_metrics(scalars, step=self.trainer.global_step)
 
 
 class PaddingWatch:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
 from lightning_freescale._lightning.loops import Trainer, TrainerFn, find_remote_last, reload_train_loader, weights_only_of_run
+from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._lightning.weight_averaging import postpone_copies
 from lightning_freescale.balance import MicroBatches
@@ -220,8 +221,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             with self.timeline.span("host", "embeddings: logging"):
                 due = (every := trainer.log_every_n_steps) and trainer.global_step % every == 0 and trainer.is_global_zero
                 if due and (report := step.report_of_rank()) is not None:
-                    for logger in trainer.loggers:
-                        logger.log_metrics(report.scalars(), step=trainer.global_step)
+                    log_scalars(trainer, report.scalars())
         return output
 
     @override

@@ -68,7 +68,7 @@ def _loader(data: Samples, **options: Any) -> FreeScaleDataModule:
 
 def _recommended(module: Recommender, folder: Path) -> tuple[BubbleReport | None, dict[str, Path], str]:
     torch.manual_seed(0)
-    callback, logger = profiler(None, warmup_steps=2), CSVLogger(folder)
+    callback, logger = profiler(None, warmup_steps=2, verbose=True), CSVLogger(folder)
     fitted = trainer(devices=2, callbacks=[callback], logger=logger, log_every_n_steps=1, val_check_interval=3)
     fitted.fit(module, _loader(SlowSamples(8 * STEPS), val_dataset=Samples(8)))
     assert (callback.report is None) == (not fitted.is_global_zero)

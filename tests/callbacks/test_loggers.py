@@ -48,7 +48,7 @@ def test_mlflow_has_the_files_and_the_verdict(tmp_path: Path, monkeypatch: Any) 
     (page,) = tmp_path.rglob("artifacts/bubbles/report.html")
     assert page.read_bytes() == files["page"].read_bytes()
     assert client.get_run(run).data.tags["freescale/bubble/verdict"].startswith(VERDICT)
-    assert client.get_metric_history(run, "freescale/bubble/step_s")
+    assert client.get_metric_history(run, "freescale/bubble/fraction")
 
 
 def _events(folder: Path) -> Any:

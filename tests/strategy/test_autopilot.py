@@ -14,6 +14,7 @@ from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.strategy.tuning import autopilot
 from lightning_freescale.strategy.tuning.autopilot import Autopilot
 from lightning_freescale.strategy.tuning.setting_trial import LONGEST, MEASURED, Measurements, compare
+from tests.strategy.test_balance_monitor import LogsAll
 
 Seconds = Callable[[bool, int], float]
 SPLIT = {"split_backward": [False, True]}
@@ -66,7 +67,7 @@ class Run:
         self.logged: list[dict[str, float]] = []
         logger = SimpleNamespace(log_metrics=lambda scalars, step: self.logged.append(scalars))
         strategy = SimpleNamespace(root_device="cpu")
-        trainer: Any = SimpleNamespace(strategy=strategy, loggers=[logger], global_step=0, world_size=1)
+        trainer: Any = SimpleNamespace(strategy=strategy, loggers=[logger], callbacks=[LogsAll()], global_step=0, world_size=1)
         self.times: Any = SimpleNamespace(step=0, later=lambda step: lambda: compute)
         self.autopilot = Autopilot(
             trainer,

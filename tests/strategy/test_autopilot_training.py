@@ -23,7 +23,7 @@ from tests.helpers.overlap_training import CountingModel, assert_same
 from tests.helpers.plain_modules import profiler
 from tests.helpers.recommender import Samples, collate, trainer
 from tests.strategy.test_autopilot import Clock
-from tests.strategy.test_balance_monitor import Kept
+from tests.strategy.test_balance_monitor import Kept, LogsAll
 
 Seconds = Callable[[bool, int], float]
 HELPS: Seconds = lambda split, parts: 1.0 if split else 2.0  # noqa: E731 (a parameter)
@@ -78,7 +78,7 @@ def _fit(
 
 def _found(*args: Any, **options: Any) -> dict[str, Any]:
     logger = Kept()
-    module, fitting = _fit(*args, logger=logger, **options)
+    module, fitting = _fit(*args, logger=logger, callbacks=[LogsAll()], **options)
     settings = fitting.strategy.chosen_settings
     return {
         "seen": module.seen,
@@ -167,7 +167,7 @@ def test_a_run_that_resumes_has_what_was_kept(tmp_path: Any, make: Any, frozen: 
 def _beside_others(folder: str) -> Any:
     cost_calibrator.WINDOW = 12
     logger = Kept()
-    _, calibrated = _fit(HELPS, logger=logger)
+    _, calibrated = _fit(HELPS, logger=logger, callbacks=[LogsAll()])
     profiling = profiler(folder, every_n_steps=20)
     _, profiled = _fit(HELPS, callbacks=[profiling])
     chosen = [fitting.strategy.chosen_settings["kept"] for fitting in (calibrated, profiled)]

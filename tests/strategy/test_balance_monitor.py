@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 
-from lightning_freescale import FreeScaleDataModule
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule
+from lightning_freescale._lightning.profiler import ProfilerCallback
 from lightning_freescale.balance import BalanceReport, predict
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.strategy import balance_monitor
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import REPEATS, Recommender, Samples, collate, trainer
+
+
+class LogsAll(ProfilerCallback):
+    verbose = True
 
 
 class Kept(Logger):
@@ -47,21 +53,29 @@ def test_ranks_that_plan_differently_are_stopped() -> None:
     run_distributed(_plan_differently, 2)
 
 
-def _logged() -> tuple[list[dict[str, float]], list[dict[str, float]], float]:
-    data, logger = Samples(40), Kept()
-    module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, **REPEATS)
-    trainer(devices=2, max_epochs=2, logger=logger, log_every_n_steps=5).fit(Recommender(), module)
-    return (
-        logger.of("freescale/imbalance/step"),
-        logger.of("freescale/imbalance/epoch"),
-        module.sampler(0, 2).report(1).balanced,
-    )
+def _logged(folder: str) -> tuple[list[list[dict[str, float]]], float]:
+    """Fit without a profiler, with one, and with a verbose one. Return what is logged, and the balance of the second epoch."""
+    data, loggers = Samples(40), []
+    profilers = [BubbleProfiler(folder, every_n_steps=5, verbose=each) for each in (None, True)]
+    for callbacks in ([], profilers[:1], profilers[1:]):
+        module = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate, **REPEATS)
+        loggers.append(Kept())
+        options: dict[str, Any] = {"max_epochs": 2, "logger": loggers[-1], "log_every_n_steps": 5, "callbacks": callbacks}
+        trainer(devices=2, **options).fit(Recommender(), module)
+    return [each.of("freescale/") for each in loggers], module.sampler(0, 2).report(1).balanced
 
 
-def test_balance_is_logged_per_step_and_epoch() -> None:
-    (steps, epochs, after), (nothing, *_) = run_distributed(_logged, 2)
+def test_loggers_receive_four_series_and_the_others_if_verbose(tmp_path: Path) -> None:
+    (logged, after), (nothing, _) = run_distributed(_logged, 2, str(tmp_path))
+    assert nothing == [[], [], []]
+    exchange = {"freescale/overlap/exposed_s", "freescale/overlap/hidden_s"}
+    plain, profiled, everything = ({name for metrics in each for name in metrics} for each in logged)
+    assert plain == {"freescale/imbalance/epoch/balanced"} | exchange
+    measured = {"freescale/bubble/fraction", "freescale/bubble/compute_imbalance"}
+    assert profiled == measured | exchange
+    steps, epochs = ([each for each in logged[-1] if f"freescale/imbalance/{over}/gap" in each] for over in ("step", "epoch"))
+    assert everything > measured | exchange | {"freescale/bubble/step_s", "freescale/overlap/rows"}
     assert len(steps) == 4 and len(epochs) == 2, "20 steps, every fifth is logged"
-    assert nothing == []
     names = {"unbalanced", "balanced", "lower_bound", "gap", "dominated", "tokens_imbalance", "tokens_unbalanced"}
     assert {name.rsplit("/")[-1] for name in epochs[0]} == names == {name.rsplit("/")[-1] for name in steps[0]}
     assert epochs[1]["freescale/imbalance/epoch/balanced"] == pytest.approx(after)

@@ -25,7 +25,7 @@ from lightning_freescale.strategy import balance_monitor
 from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes, PredictedAndMeasured
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import StopAt, trainer
-from tests.strategy.test_balance_monitor import Kept
+from tests.strategy.test_balance_monitor import Kept, LogsAll
 
 STEPS, BATCH = 20, 8
 TRUE = CostModel(linear=1e-4, quadratic=1e-8)
@@ -87,7 +87,7 @@ def _fit(
     fit = trainer(
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
-        callbacks=[planned, *([StopAt(stop, path)] if stop else [])],
+        callbacks=[LogsAll(), planned, *([StopAt(stop, path)] if stop else [])],
         logger=logger,
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -274,7 +274,7 @@ def _exponential_lengths() -> Lengths:
 
 def _by_the_clock(profile: bool) -> dict[str, Any]:
     samples, planned, logger = _exponential_lengths(), Planned(), Kept()
-    callbacks = [planned, *([BubbleProfiler(mkdtemp(), verbose=False, trace_steps=0)] if profile else [])]
+    callbacks = [LogsAll(), planned, *([BubbleProfiler(mkdtemp(), verbose=False, trace_steps=0)] if profile else [])]
     data = FreeScaleDataModule(samples, samples.lengths, BATCH)
     trainer(devices=2, max_epochs=2, logger=logger, callbacks=callbacks).fit(Sleeper(), data)
     return {"costs": planned.costs, "logged": logger.of("freescale/calibration")}

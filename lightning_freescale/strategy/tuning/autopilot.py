@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info
+from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale.balance import MicroBatchSchedule
 from lightning_freescale.balance.micro_batches import Turns
 from lightning_freescale.profiling.recording.records import clock_for
@@ -275,5 +276,4 @@ class Autopilot:
                 why = "the target is met" if self._is_enough() else "there is nothing left to try"
                 text += f". The choice is final, because {why}: {self._text(progress.kept)}"
         rank_zero_info(text)
-        for logger in self._trainer.loggers:
-            logger.log_metrics(scalars, step=self._trainer.global_step)
+        log_scalars(self._trainer, scalars)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
+from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._runtime.object_gather import gather_bytes
 from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
@@ -220,8 +221,7 @@ class CostCalibrator:
             "freescale/calibration/imbalance_predicted": self._found.predicted,
             "freescale/calibration/imbalance_measured": self._found.measured,
         }
-        for logger in self.trainer.loggers:
-            logger.log_metrics(scalars, step=self.trainer.global_step)
+        log_scalars(self.trainer, scalars)
         if self._calibration.improved and not self._logged_fit:
             self._logged_fit = True
             rank_zero_info(

@@ -37,7 +37,7 @@ class Tells(L.Callback):
 def _fit(folder: Path, hot_rows: Any) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
-    tells, profiler = Tells(), BubbleProfiler(folder / "bubbles", every_n_steps=4, verbose=False)
+    tells, profiler = Tells(), BubbleProfiler(folder / "bubbles", every_n_steps=4, verbose=True)
     strategy = FreeScaleStrategy(hot_rows=hot_rows, **({"rerank_every_n_steps": 4} if hot_rows else {}))
     options = {"devices": 2, "num_nodes": 2, "max_epochs": 1, "log_every_n_steps": 4, "logger": CSVLogger(folder)}
     fitting = trainer(strategy=strategy, callbacks=[tells, profiler], **options)
