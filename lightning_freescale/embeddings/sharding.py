@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torchrec import KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -155,7 +156,9 @@ class TableSharding:
         with torch.random.fork_rng(devices=[self.device.index] if self.device.type == "cuda" else []):
             torch.manual_seed(torch.initial_seed() + 1 + group.rank())  # with one seed, the shards would be copies
             env = ShardingEnv.from_process_group(group)
-            with _ranks_per_node(local_world_size):
+            # the initial values of tables on the meta device are the random numbers that follow TorchRec's
+            meta = any(weight.is_meta for place in self._places for weight in place.weights.values())
+            with _ranks_per_node(local_world_size), nullcontext() if meta else _WithoutInitialValues():
                 modules = [self._shard_collection(place, plan, chosen, env, placement) for place in self._places]
             for place, module in zip(self._places, modules):
                 if place.record is None:
@@ -250,6 +253,15 @@ class TableSharding:
         if collection.pooled:
             module.register_forward_hook(partial(_order_columns, blueprint._embedding_names))
         return module
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Skips the random values with which TorchRec fills new shards twice, and which :func:`.fill_shards` replaces."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.uniform_ or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

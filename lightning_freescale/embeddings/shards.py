@@ -20,7 +20,8 @@ from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.optimizer import TableOptimizer, UpdateSettings
 from lightning_freescale.embeddings.row_order import RowOrder
 
-_ROWS_AT_ONCE = 2**20
+_BYTES_AT_ONCE = 2**20
+"""The bytes of a table whose digest is computed at once, because temporary values should fit into a cache."""
 _COUNTLESS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """The optimizers whose updates do not depend on the number of earlier updates."""
 
@@ -231,11 +232,13 @@ def follow_first_rank(collection: Collection, weights: Mapping[str, nn.Parameter
 
 
 def _digest(weight: Tensor) -> Tensor:
-    """Return two sums over the bits of a table; the second sum depends on the order of the rows."""
+    """Return two sums over the words of a table; the second sum depends on the order of the rows."""
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    for start in range(0, len(weight), _ROWS_AT_ONCE):
-        part = weight[start : start + _ROWS_AT_ONCE].contiguous()
-        rows = part.view(torch.int32 if part.itemsize == 4 else torch.int16).sum(dim=1)
+    row_bytes = weight[:1].nbytes
+    word = torch.int64 if row_bytes % 8 == 0 else torch.int32 if weight.itemsize == 4 else torch.int16
+    for start in range(0, len(weight), at_once := max(1, _BYTES_AT_ONCE // row_bytes)):
+        words = weight[start : start + at_once].contiguous().view(word).long()
+        rows = (words ^ (words >> 32)).sum(dim=1)  # otherwise two changes of the highest bit would cancel
         sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
     return sums
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -155,6 +156,38 @@ def _loaded_in_all_ways() -> list[list[str]]:
 
 def test_a_plain_state_dict_loads_into_the_sharded_module() -> None:
     assert run_distributed(_loaded_in_all_ways, 2) == [[[], [], []]] * 2
+
+
+class Draws(TorchDispatchMode):
+    """Counts the random numbers that are drawn."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not args[0].is_meta:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def _initial(meta: bool) -> tuple[list[str], float]:
+    """Return the tables that differ from those of rank 0, and the number of random values drawn for each value of a shard."""
+    torch.manual_seed(0)
+    module = Module(pooled=False)
+    expected = {name: weight.detach().clone() for name, weight in module.weights().items()}
+    if dist.get_rank():
+        with torch.no_grad():
+            module.weights()["first"].uniform_()
+            module.weights()["second"][20, [1, 3]] *= -1.0
+            module.weights()["third"].copy_(expected["third"].roll(1, dims=0))
+    with Draws() as draws:
+        tables = shard(module.to("meta") if meta else module, KINDS, pooled=False)
+    drawn = draws.count / sum(each.weight.numel() for each in tables.shards())
+    return [t.name for t in tables.tables if not torch.equal(tables.full_weight(t.key), expected[t.name])], drawn
+
+
+def test_initial_values_are_those_of_the_first_rank_and_drawn_only_for_tables_without_values() -> None:
+    assert run_distributed(_initial, 2, False) == [([], 0.0)] * 2
+    assert run_distributed(_initial, 2, True) == [([*TABLES], 3.0)] * 2, "fits from the same seed would get other tables"
 
 
 def _held(kinds: dict[str, Any]) -> list[dict[str, list[int]]]:
