@@ -36,13 +36,11 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     Raises:
         ValueError: it is not known which entries are the weights.
     """
-    entries, kind = found, "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
-    while not (models := [name for name in _MODELS if isinstance(entries.get(name), dict)]) and len(entries) == 1:
-        (inner,) = entries.values()  # such as {"app": {"model": ..., "optimizer": ...}}
-        if not isinstance(inner, dict):
-            break
-        entries = inner
-    weights = entries[models[0]] if models else entries
+    models = [name for name in _MODELS if isinstance(found.get(name), dict)]
+    if not models and len(found) == 1 and isinstance(inner := next(iter(found.values())), dict):
+        return as_checkpoint(inner, path, is_folder)  # such as {"app": {"model": ..., "optimizer": ...}}
+    weights = found[models[0]] if models else found
+    kind = "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
     if len(models) > 1 or not weights or not all(isinstance(value, (Tensor, StoredTensor)) for value in weights.values()):
         raise ValueError(
             f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model: a state dict has only "
@@ -54,7 +52,7 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
         if all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
     states: dict[str, dict[str, Any]] = {}
-    others = [(name, value) for name, value in entries.items() if models and name != models[0]]
+    others = [(name, value) for name, value in found.items() if models and name != models[0]]
     left_out = [left for name, value in others for left in _add_states(states, weights, name, value)]
     converted = {"format": kind, "optimizer_states": states, "left_out": left_out}
     # Lightning resumes a fit only if a checkpoint has lists for optimizers and schedulers

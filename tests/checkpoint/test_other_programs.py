@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.checkpoint.conversion import read_checkpoint
 from lightning_freescale.checkpoint.other_programs import CONVERTED, rename_keys
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
+from tests.checkpoint.fits import Seen, fit
 from tests.helpers.overlap_training import assert_same
 from tests.helpers.recommender import trainer
 from tests.helpers.torchrec_loop import Ported, batch, gathered, loop
@@ -62,7 +67,9 @@ def _loop_and_ours(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             torch.save(whole, folder / "gathered.pt")
             torch.save({f"module.{name}": value for name, value in whole["module"].items()}, folder / "bare.pt")
 
-    return loop(STEPS, AFTER, save), _resume(folder / "dcp", dedup=False)
+    result = loop(STEPS, AFTER, save)
+    sharded_folder.LARGE = 100  # weights and states are read when they are loaded
+    return result, _resume(folder / "dcp", dedup=False)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_one_rank_and_converted_files_continue_as_well(made: Loop, tmp_path: Pat
     for name in ("dcp", "gathered.pt"):
         main(["convert", str(made.folder / name), str(tmp_path / f"{name}.ckpt")])
         printed = capsys.readouterr().out
-        assert "left out: epoch" in printed and "7 tensors and the optimizer states of 7 parameters" in printed
+        assert "left out: epoch\nwrote the checkpoint to" in printed
         for path in (made.folder / name, tmp_path / f"{name}.ckpt"):
             for ranks in (1, 2):
                 ours = run_distributed(_resume, ranks, path)[0]
@@ -121,6 +128,59 @@ def test_bare_state_dicts_load_in_every_form(made: Loop, tmp_path: Path) -> None
         assert ["epoch" in each for each in said] == [name == "dcp"], said
     ours = run_distributed(_resume, 2, made.folder / "bare.pt")[0]
     assert len(ours["said"]) == 1 and "optimizer states of net.embeddings.embeddings.item.weight" in ours["said"][0]
+
+
+# -- optimizer states
+
+
+class Start(L.Callback):
+    """Keeps the optimizer states at the start of training."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.states = deepcopy(state["optimizer_states"][0]["state"])
+
+
+def _started(path: Path, *optimizers: str) -> dict[str, tuple[dict[int, Any], str]]:
+    """Return the states of all parameters at the start of a fit from ``path``, and the warning, by the optimizer of the fit."""
+    found = {}
+    for optimizer in optimizers:
+        start = Start()
+        result = fit(partial(Seen, optimizer), resume=path, callbacks=[start], max_epochs=1)
+        said = [text for text in result.warned if "another program" in text]
+        assert len(said) == (dist.get_rank() == 0)
+        found[optimizer] = start.states, "".join(said)
+    return found
+
+
+@pytest.mark.slow
+def test_states_of_the_same_optimizer_are_loaded_and_others_are_named(tmp_path: Path) -> None:
+    """Load Adam's states with TorchRec's names into Adam and other optimizers."""
+    weights = Seen().net.state_dict()
+    adam = {
+        name: {"exp_avg": torch.rand(value.shape), "exp_avg_sq": torch.rand(value.shape)} for name, value in weights.items()
+    }
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, of_parameter in adam.items():
+        prefix, *parts = ("", "exp_avg", "exp_avg_sq") if "hidden" in name else ("t.", "momentum1", "exp_avg_sq")
+        states[name] = {f"{prefix}{part}": value for part, value in zip(parts, of_parameter.values())}
+        if "hidden" in name:
+            states[name]["step"] = torch.tensor(5.0)
+    states["__warmup"] = {"warmup": torch.ones(1)}
+    torch.save({"model": weights, "optimizer": {"state": states}, "seed": 3}, tmp_path / "adam.pt")
+    found = run_distributed(_started, 2, tmp_path / "adam.pt", "adam", "sgd", "adagrad")[0]
+    loaded, said = found["adam"]
+    assert_same(loaded, {index: {**each, "step": torch.tensor(5.0)} for index, each in enumerate(adam.values())})
+    assert "without optimizer.state.__warmup, seed. Loops" in said
+    for optimizer in ("sgd", "adagrad"):
+        left, said = found[optimizer]
+        assert all(f"exp_avg and exp_avg_sq of net.{name}" in said for name in adam)
+        assert [float(each["sum"].abs().max()) for each in left.values()] == [0.0] * (4 if optimizer == "adagrad" else 0)
+    for name in adam:
+        states[name].pop("step", None)
+    torch.save({"model": weights, "optimizer": {"state": states}}, tmp_path / "uncounted.pt")
+    left, said = run_distributed(_started, 1, tmp_path / "uncounted.pt", "adam")[0]["adam"]
+    assert not left and all(f"of net.{name}, because the number of updates is missing" in said for name in adam)
 
 
 # -- names
@@ -186,7 +246,7 @@ def _damage_of(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no model", "folder of torch.distributed.checkpoint.*entries are app.*dcp_to_torch.*freescale convert"),
+        ("no model", "folder of torch.distributed.checkpoint.*entries are tables, count.*dcp_to_torch.*freescale convert"),
         ("an object", "folder of torch.distributed.checkpoint.*entries are model"),
         ("twice", "states of a in two optimizers.*second"),
         ("lost file", "incomplete.*distcp is missing"),
