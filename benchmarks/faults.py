@@ -199,7 +199,8 @@ def _run_case(
             return [*found, ("silent_losses", "no checkpoint is whole")], seconds, "failed"
         if left and case.faults[-1].how == "remove":  # the fault has removed a part of the only checkpoint
             return found, seconds, "failed"
-    _damage(checkpoints, case)
+    if not _damage(checkpoints, case):
+        found.append(("unstruck", "no save was complete before the fault, so there is no last checkpoint to damage"))
     resumed = _attempt(replace(case, jobs=1), None, folder, checkpoints, "last", grace, job)
     if errors := [f"rank {rank}: {end.error[-2000:]}" for rank, end in enumerate(resumed.ends) if end.result is None]:
         return [*found, ("not_resumed", "; ".join(errors))], seconds, "failed"
@@ -365,15 +366,17 @@ def _is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def _damage(checkpoints: Path, case: Case) -> None:
-    """Damage the last checkpoint according to :attr:`Case.damage`."""
+def _damage(checkpoints: Path, case: Case) -> bool:
+    """Damage the last checkpoint according to :attr:`Case.damage`. Return False if there is none."""
+    last = checkpoints / "last.ckpt"
     if not case.damage:
-        return
+        return True
     if case.damage == "hidden":
         checkpoints.rename(checkpoints.with_name("hidden"))
         checkpoints.mkdir()
-        return
-    last = checkpoints / "last.ckpt"
+        return True
+    if not last.exists():
+        return False
     files = [last] if last.is_file() else sorted(path for path in last.iterdir() if path.is_file())
     largest = max(files, key=lambda path: path.stat().st_size)
     size = largest.stat().st_size
@@ -385,6 +388,7 @@ def _damage(checkpoints: Path, case: Case) -> None:
         file, part = files[int(case.at * len(files))], case.at * 1024 % 1
         size, first = file.stat().st_size, max(0, file.stat().st_size - 4096) if case.at < 0.5 and last.is_file() else 0
         alter(file, first + int(part * (size - first)), 1 << int(case.at * 8192) % 8)
+    return True
 
 
 if __name__ == "__main__":
