@@ -176,11 +176,6 @@ class DeferredTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
-    def storage_of(self) -> torch.UntypedStorage:
-        """Return the storage, which identifies the tensor in a pickler."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.untyped_storage()
-
 
 class Deferral(ABC):
     """The placeholders in one checkpoint, and the source of their values."""
@@ -195,8 +190,9 @@ class Deferral(ABC):
 
     def numbers_by_storage(self) -> dict[int, int]:
         """Return the number of each placeholder that has memory, by the address of its storage."""
-        storages = ((number, tensor.storage_of()) for number, tensor in enumerate(self._tensors))
-        return {storage._cdata: number for number, storage in storages if storage.nbytes()}
+        with torch._C.DisableTorchFunctionSubclass():
+            storages = [tensor.untyped_storage() for tensor in self._tensors]
+        return {storage._cdata: number for number, storage in enumerate(storages) if storage.nbytes()}
 
     @abstractmethod
     def fetch(self, number: int) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_freescale.comm.collectives.auto_transport import settle_transport
 from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
 from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.work import FinishedWork, TransferWork
+from lightning_freescale.comm.collectives.work import TransferWork
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
@@ -68,7 +68,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         rank, size = backend_opts.group_rank, backend_opts.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]  # Python may subclass the two-argument constructor only
         self.options = options
-        self._executor = CollectiveExecutor(backend_opts, options)
+        self._executor = CollectiveExecutor(backend_opts, options, backend_opts.store)
         try:
             self._backends = NativeBackends(self, backend_opts, self._executor)
             self.inner = self._backends.inner
@@ -151,18 +151,20 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:
-        """Reduce as ``dist.all_reduce`` does, and also average integers, as Lightning requires of backends other than gloo."""
+        """Reduce as ``dist.all_reduce`` does, and also average integers, as Lightning requires of backends other than gloo.
+
+        An average of integers returns when all ranks have called it, even if ``asyncOp`` is set.
+        """
         given = [argument for argument in (opts, *args) if argument is not None]
         first = tensors[0] if isinstance(tensors, list) else tensors
         nccl = self._backends.uses_nccl and first.is_cuda
         if getattr(opts, "reduceOp", None) != dist.ReduceOp.AVG or nccl or first.is_floating_point():
             return self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.SUM
-        native = self._native("allreduce", tensors, *given, **kwargs)
-        work = FinishedWork(native, [first], lambda: first.copy_(torch.div(first, self.size(), rounding_mode="trunc")))
+        work = self._native("allreduce", tensors, *given, **kwargs)
         opts.reduceOp = dist.ReduceOp.AVG
-        if not opts.asyncOp:
-            work.wait()
+        work.wait()
+        first.copy_(torch.div(first, self.size(), rounding_mode="trunc"))
         return work
 
     def exchange(

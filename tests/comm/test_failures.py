@@ -143,7 +143,7 @@ def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
     nothing = [torch.empty(0, dtype=torch.uint8)] * 2
     transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), timedelta(seconds=1), 0)
     with pytest.raises(dist.DistBackendError, match=r"rank 1 .*CUDA.*CPU"):
-        _check_header(transfer, Header("all_gather", 0, 0, 0, 0, 0, on_gpu=True), 1, 1)
+        _check_header(transfer, Header("all_gather", 0, 0, 0, 0, on_gpu=True), 1, 1)
 
 
 def _die() -> None:

@@ -21,20 +21,20 @@ def _unpack(packed: Tensor) -> Header:
     return Header.unpack(bytearray(packed.numpy().tobytes()))
 
 
-@given(NAMES, NUMBERS, NUMBERS.map(lambda k: k + PAYLOAD_BYTES + 1), NUMBERS, NUMBERS, st.integers(0, 2**32 - 1), st.booleans())
-def test_every_field_arrives(name: str, number: int, sends: int, expects: int, largest: int, dtype: int, on_gpu: bool) -> None:
-    header = Header(name, number, sends, expects, largest, dtype, on_gpu=on_gpu)
+@given(NAMES, NUMBERS.map(lambda k: k + PAYLOAD_BYTES + 1), NUMBERS, NUMBERS, st.integers(0, 2**32 - 1), st.booleans())
+def test_every_field_arrives(name: str, sends: int, expects: int, largest: int, dtype: int, on_gpu: bool) -> None:
+    header = Header(name, sends, expects, largest, dtype, on_gpu=on_gpu)
     assert _unpack(header.pack()) == header
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 500, PAYLOAD_BYTES, PAYLOAD_BYTES + 1, 5 * PAYLOAD_BYTES])
 def test_a_payload_travels_in_the_header_only_if_it_fits(length: int) -> None:
     payload = torch.arange(length).to(torch.uint8)
-    header = Header("all_gather", 1, length, 0, length, 2, payload=payload)
+    header = Header("all_gather", length, 0, length, 2, payload=payload)
     packed = header.pack()
-    replace(header, sequence_number=2).pack().zero_()  # headers share no memory
+    replace(header, largest=2).pack().zero_()  # headers share no memory
     arrived = _unpack(packed)
-    assert (arrived.sends, arrived.sequence_number, arrived.refusal) == (length, 1, "")
+    assert (arrived.sends, arrived.largest, arrived.refusal) == (length, length, "")
     if 0 < length <= PAYLOAD_BYTES:
         assert arrived.payload is not None and torch.equal(arrived.payload, payload)
     else:
@@ -46,15 +46,11 @@ def test_a_payload_travels_in_the_header_only_if_it_fits(length: int) -> None:
 @example("x" * (PAYLOAD_BYTES + 1))
 @example("\u00e9" * PAYLOAD_BYTES)
 def test_a_refusal_arrives_as_far_as_it_fits(text: str) -> None:
-    arrived = _unpack(Header("all_to_all", 3, 5, 5, 5, 0, text, torch.ones(5, dtype=torch.uint8)).pack())
+    arrived = _unpack(Header("all_to_all", 5, 5, 5, 0, text, torch.ones(5, dtype=torch.uint8)).pack())
     assert arrived.payload is None
     assert arrived.refusal == text.encode()[:PAYLOAD_BYTES].decode(errors="replace")
 
 
-def test_only_a_header_is_unpacked_and_a_payload_on_the_device_does_not_travel() -> None:
-    packed = Header("all_to_all", 3, 5, 5, 5, 0, on_gpu=True).pack()
-    arrived = _unpack(packed)
+def test_a_payload_on_the_device_does_not_travel() -> None:
+    arrived = _unpack(Header("all_to_all", 5, 5, 5, 0, on_gpu=True).pack())
     assert arrived.sends == 5 and arrived.payload is None
-    packed[0] += 1
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        _unpack(packed)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.collectives.native import NativeBackends
+from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.selection import TransportRefused, auto_candidates, refusal
 from lightning_freescale.comm.transports.topology import Topology
 from lightning_freescale.comm.transports.transport import RankBuffers
@@ -76,10 +76,8 @@ def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends
         for name in auto_candidates(lane.topology):
             options = replace(lane.options, transport=name, name=f"{name} on trial")
             store = dist.PrefixStore(f"{name} on trial", backend_opts.store)
-            opts = {each: getattr(backend_opts, each) for each in ("group_rank", "group_size", "timeout", "group_id")}
-            ranks = backend_opts.global_ranks_in_group
             try:
-                trials[name] = CollectiveExecutor(SimpleNamespace(store=store, global_ranks_in_group=ranks, **opts), options)
+                trials[name] = CollectiveExecutor(backend_opts, options, store)
             except TransportRefused as error:  # on all ranks
                 refused[name] = str(error)
         candidates: dict[str, AllToAll] = {name: partial(_begin, trial, limit) for name, trial in trials.items()}
@@ -87,9 +85,7 @@ def _prove(backend_opts: Any, lane: CollectiveExecutor, backends: NativeBackends
             native=partial(_begin_native, backends),
             candidates=candidates,
             device=device,
-            rank=backend_opts.group_rank,
-            ranks=list(lane.topology.ranks),
-            gather=lane.p2p.gather_json,
+            p2p=lane.p2p,
             limit=limit,
             chunk_bytes=lane.options.chunk_bytes,
         ).run()
@@ -181,9 +177,7 @@ class Proof:
     native: AllToAll  # torch's own backend, which must not fail
     candidates: dict[str, AllToAll]
     device: ProofDevice
-    rank: int
-    ranks: list[int]  # the global rank of every rank, for errors
-    gather: Callable[[Any], list[Any]]  # returns the JSON values of all ranks
+    p2p: GlooP2P  # gathers the results of all ranks
     limit: float  # the time limit of a candidate for all exchanges, in seconds
     chunk_bytes: int  # the chunk size of the lane; the trial has parts of this size and of one byte more or less
     largest_bytes: int = 64 * _MIB  # the size of the largest part, and the approximate size of an exchange
@@ -194,7 +188,7 @@ class Proof:
 
     def run(self) -> Verdict:
         """Choose the fastest candidate that passes all checks and is faster than torch's own backend."""
-        for number, (sizes, late) in enumerate(part_sizes(len(self.ranks), self.chunk_bytes, self.largest_bytes)):
+        for number, (sizes, late) in enumerate(part_sizes(self.p2p.size, self.chunk_bytes, self.largest_bytes)):
             self._check(number, sizes, late)
         milliseconds = self._measure() if self._left else {}
         best = min(self._left, key=milliseconds.__getitem__, default="native")
@@ -207,9 +201,9 @@ class Proof:
 
     def _check(self, number: int, sizes: list[list[int]], late: bool) -> None:
         """Compare the bytes with those of torch's own backend. ``sizes[source][target]`` is the size of a part."""
-        gives, gets = sizes[self.rank], [row[self.rank] for row in sizes]
+        gives, gets = sizes[self.p2p.rank], [row[self.p2p.rank] for row in sizes]
         # use different bytes each time, so that bytes of the previous exchange in a transport's memory do not pass
-        draw = torch.Generator(self.device.device).manual_seed(number * len(self.ranks) + self.rank)
+        draw = torch.Generator(self.device.device).manual_seed(number * self.p2p.size + self.p2p.rank)
         given = torch.randint(0, 256, (sum(gives),), generator=draw, dtype=torch.uint8, device=self.device.device)
         expected = given.new_empty(sum(gets))
         self.native(expected, given, gets, gives)(self.limit)
@@ -219,7 +213,7 @@ class Proof:
             self.device.synchronize()
 
             def exchange(name: str = name, received: Tensor = received, send: Tensor = send) -> float:
-                if late and self.rank == len(self.ranks) - 1:
+                if late and self.p2p.rank == self.p2p.size - 1:
                     time.sleep(self.late_seconds)
                 # a transport that does not wait for the stream sends zeros, or its received bytes are overwritten
                 self.device.compute()
@@ -228,7 +222,7 @@ class Proof:
                 self._wait(name, self.candidates[name](received, send, gets, gives))
                 for source, (came, should) in enumerate(zip(received.split(gets), expected.split(gets))):
                     if not torch.equal(came, should):
-                        wrong = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.ranks[source]}"
+                        wrong = f"{int((came != should).sum())} of {len(should)} bytes from rank {self.p2p.ranks[source]}"
                         raise RuntimeError(f"{wrong} differ from those of torch's own backend")
                 return 0.0
 
@@ -236,7 +230,7 @@ class Proof:
 
     def _measure(self) -> dict[str, float]:
         """Return the milliseconds of each candidate on its slowest rank, as the median of interleaved rounds."""
-        size = len(self.ranks)
+        size = self.p2p.size
         parts = [max(1, self.typical_bytes // size)] * size
         send = torch.zeros(sum(parts), dtype=torch.uint8, device=self.device.device)
         ready = torch.empty_like(send[:size])
@@ -280,8 +274,8 @@ class Proof:
             error, mine = caught, {"error": str(caught) or type(caught).__name__}
         if error is not None and name == "native":
             raise error
-        everyone = self.gather(mine)
-        failed = [f"rank {rank}: {each['error']}" for rank, each in zip(self.ranks, everyone) if "error" in each]
+        everyone = self.p2p.gather_json(mine)
+        failed = [f"rank {rank}: {each['error']}" for rank, each in zip(self.p2p.ranks, everyone) if "error" in each]
         if failed:
             self._failures[name] = "; ".join(failed)
             return None

@@ -37,6 +37,8 @@ _LIVE: weakref.WeakSet[CollectiveExecutor] = weakref.WeakSet()
 class CollectiveExecutor:
     """The executor of the all-to-alls and all-gathers of one lane, in order. The constructor is collective.
 
+    Only this lane uses the part ``freescale`` of the store.
+
     Attributes:
         p2p: the lane's connections.
         topology: the hardware of the ranks.
@@ -44,14 +46,14 @@ class CollectiveExecutor:
         failure: why the lane has ended; empty if it is open.
     """
 
-    def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions) -> None:
+    def __init__(self, backend_opts: Any, options: ProcessGroupFreeScaleOptions, store: dist.Store) -> None:
         self.options = options
         self.failure = ""
         self._name = options.name or str(backend_opts.group_id)
         self._timeout = backend_opts.timeout
         self._issued = 0
         rank, size = backend_opts.group_rank, backend_opts.group_size
-        store = dist.PrefixStore("freescale", backend_opts.store)
+        store = dist.PrefixStore("freescale", store)
         ranks = list(backend_opts.global_ranks_in_group) or list(range(size))  # torch gives none for the default group
         self.p2p = GlooP2P(store, rank, size, self._timeout, ranks)
         self._handshake = CollectiveHandshake(self.p2p)

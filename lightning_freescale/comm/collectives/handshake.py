@@ -16,9 +16,8 @@ from torch import Tensor
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.transports.transport import DTYPES, PAYLOAD_BYTES, Transfer
 
-_FIELDS = struct.Struct("<IIIqqqqI32s")
+_FIELDS = struct.Struct("<IIqqqI32s")
 HEADER_BYTES = _FIELDS.size + PAYLOAD_BYTES
-_MAGIC = 0x46534331
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Header:
     """The description of a rank's part in a collective for one peer."""
 
     name: str
-    sequence_number: int
     sends: int  # bytes, to the peer
     expects: int  # bytes, from the peer
     largest: int  # bytes, to any rank
@@ -38,8 +36,8 @@ class Header:
     def pack(self) -> Tensor:
         """Return the message, uint8 of shape ``[HEADER_BYTES]``."""
         raw, text = bytearray(HEADER_BYTES), self.refusal.encode()[:PAYLOAD_BYTES]
-        sizes = (self.sequence_number, self.sends, self.expects, self.largest, len(text))
-        _FIELDS.pack_into(raw, 0, _MAGIC, self.dtype_index, self.on_gpu, *sizes, self.name.encode())
+        sizes = (self.sends, self.expects, self.largest, len(text))
+        _FIELDS.pack_into(raw, 0, self.dtype_index, self.on_gpu, *sizes, self.name.encode())
         raw[_FIELDS.size : _FIELDS.size + len(text)] = text
         packed = torch.frombuffer(raw, dtype=torch.uint8)
         if self.payload is not None and not text and 0 < self.sends <= PAYLOAD_BYTES:
@@ -48,12 +46,11 @@ class Header:
 
     @staticmethod
     def unpack(raw: bytearray) -> Header:
-        magic, dtype_index, on_gpu, number, sends, expects, largest, length, name = _FIELDS.unpack_from(raw)
-        assert magic == _MAGIC
+        dtype_index, on_gpu, sends, expects, largest, length, name = _FIELDS.unpack_from(raw)
         text = raw[_FIELDS.size : _FIELDS.size + length].decode(errors="replace")
         fits = 0 < sends <= PAYLOAD_BYTES and not text and not on_gpu
         payload = torch.frombuffer(raw, dtype=torch.uint8, count=sends, offset=_FIELDS.size) if fits else None
-        return Header(name.rstrip(b"\0").decode(), number, sends, expects, largest, dtype_index, text, payload, bool(on_gpu))
+        return Header(name.rstrip(b"\0").decode(), sends, expects, largest, dtype_index, text, payload, bool(on_gpu))
 
 
 class CollectiveHandshake:
@@ -112,7 +109,7 @@ def _tag(number: int) -> int:
 def _make_header(transfer: Transfer, peer: int, refusal: str) -> Header:
     part, expects, on_gpu = transfer.outgoing[peer], transfer.incoming[peer].shape[0], transfer.device.type == "cuda"
     payload, sizes = part if transfer.fits_in_header(part) else None, (part.shape[0], expects, transfer.largest)
-    return Header(transfer.name, transfer.sequence_number, *sizes, transfer.dtype_index, refusal, payload, on_gpu)
+    return Header(transfer.name, *sizes, transfer.dtype_index, refusal, payload, on_gpu)
 
 
 def _check_header(transfer: Transfer, header: Header, peer: int, global_rank: int) -> None:

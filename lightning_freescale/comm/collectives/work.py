@@ -1,9 +1,7 @@
-"""The ``Work`` objects that collectives return."""
+"""The ``Work`` that a collective of a lane returns."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from functools import partial
@@ -14,26 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _ResultWork(dist.Work):
-    """A Work that fills the tensors ``results``."""
+class TransferWork(dist.Work):
+    """A collective that a lane runs; ``done`` is the future of its job, which fills the tensors ``results``."""
 
-    def __init__(self, results: list[Tensor]) -> None:
+    def __init__(self, done: Future[None], results: list[Tensor]) -> None:
         super().__init__()
-        self._results = results
+        self._done, self._results = done, results
 
     def synchronize(self) -> None:
         self.wait()
 
     def result(self) -> list[Tensor]:
         return self._results
-
-
-class TransferWork(_ResultWork):
-    """A collective that a lane runs; ``done`` is the future of its job."""
-
-    def __init__(self, done: Future[None], results: list[Tensor]) -> None:
-        super().__init__(results)
-        self._done = done
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the tensors are complete, on CUDA as well. Raise DistBackendError if the collective fails."""
@@ -68,35 +58,3 @@ class TransferWork(_ResultWork):
             future.set_result(self._results)
         else:
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-
-class FinishedWork(_ResultWork):
-    """A Work of torch's own. The first wait calls ``finish`` after it."""
-
-    def __init__(self, work: dist.Work, results: list[Tensor], finish: Callable[[], Any]) -> None:
-        super().__init__(results)
-        self._work = work
-        self._finish: Callable[[], Any] | None = finish
-        self._once = threading.Lock()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._work.wait(timeout)
-        self._finish_once()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        # gloo runs callbacks before it marks the Work as done: a wait in a callback would be a deadlock
-        return self._work.get_future().then(lambda _: self._finish_once())
-
-    def _finish_once(self) -> list[Tensor]:
-        with self._once:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-        return self._results

@@ -69,20 +69,12 @@ class GlooP2P:
 
     def send(self, message: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send. Raise as :meth:`wait`. Keep the Work alive: its deletion cancels the transfer."""
-        try:
-            return self.open().send([message], peer, tag)
-        except RuntimeError as error:
-            text = str(error)
-        raise dist.DistBackendError(self.explain(text, peer))
+        return self._explained(lambda: self.open().send([message], peer, tag), peer)
 
     def receive(self, into: Tensor, peer: int, tag: int) -> dist.Work:
         """Post a receive for a message of exactly this size. Raise as :meth:`wait`."""
-        try:
-            with unprofiled:
-                return self.open().recv([into], peer, tag)
-        except RuntimeError as error:
-            text = str(error)
-        raise dist.DistBackendError(self.explain(text, peer))
+        with unprofiled:
+            return self._explained(lambda: self.open().recv([into], peer, tag), peer)
 
     def wait(self, work: dist.Work, peer: int, timeout: timedelta) -> None:
         """Wait for a message to or from ``peer``.
@@ -92,12 +84,14 @@ class GlooP2P:
                 connection is reported at once, or after the timeout if a message was cut in the middle, because gloo does not
                 end the wait for such a message.
         """
+        self._explained(lambda: work.wait(timeout), peer, timeout)
+
+    def _explained(self, call: Callable[[], Any], peer: int, timeout: timedelta = timedelta(0)) -> Any:
         try:
-            work.wait(timeout)
-            return
+            return call()
         except RuntimeError as error:
             text = str(error)
-        raise dist.DistBackendError(self.explain(text, peer, timeout))
+        raise dist.DistBackendError(self.explain(text, peer, timeout))  # not above: the context would keep the message alive
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks. Raise as :meth:`wait`, on all ranks. Collective."""

@@ -56,9 +56,10 @@ def _verdicts(*of_trials: Candidates, native: float = 1.0, **options: Any) -> li
             return said
 
         rank = dist.get_rank()
+        p2p = SimpleNamespace(rank=rank, size=3, ranks=[10, 11, 12], gather_json=gather)
         of_torch = _over_gloo(before=lambda: _move(clock, native))
         sizes = {"largest_bytes": LARGEST, "typical_bytes": 3000, **options}
-        given = of_torch, candidates(rank, clock), device, rank, [10, 11, 12], gather, LIMIT, CHUNK
+        given = of_torch, candidates(rank, clock), device, p2p, LIMIT, CHUNK
         return Proof(*given, **sizes).run()
 
     verdicts = run_distributed(lambda: list(map(run, of_trials)), 3)
@@ -210,8 +211,9 @@ def test_torchs_own_backend_must_not_fail() -> None:
         raise dist.DistBackendError("NCCL is gone")
 
     device = ProofDevice(torch.device("cpu"), lambda: None, lambda: None)
+    p2p: Any = SimpleNamespace(rank=0, size=1, ranks=[0])
     with pytest.raises(dist.DistBackendError, match="NCCL is gone"):
-        Proof(fail, {"a": fail}, device, 0, [0], lambda mine: [mine], 1.0, CHUNK).run()
+        Proof(fail, {"a": fail}, device, p2p, 1.0, CHUNK).run()
 
 
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 1), (2, 2**20), (8, 2**20), (256, 2**20), (256, 1000), (3, 2**28)])
