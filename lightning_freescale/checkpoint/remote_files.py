@@ -39,16 +39,12 @@ def located(path: Any) -> Location:
 
 def exists(path: Location) -> bool:
     """Return whether there is a file or folder."""
-    if isinstance(path, Path):
-        return path.exists()
     system, place = _found(path)
     return bool(system.exists(place))
 
 
 def size_of(path: Location) -> int:
     """Return the number of bytes of a file."""
-    if isinstance(path, Path):
-        return path.stat().st_size
     system, place = _found(path)
     return int(system.size(place))
 
@@ -185,8 +181,8 @@ def _other_kind(address: str, there: str, new: str) -> OSError:
     )
 
 
-def _found(address: str) -> tuple[Any, str]:
-    system, place = url_to_fs(address)
+def _found(path: Location) -> tuple[Any, str]:
+    system, place = (LocalFileSystem(), str(path)) if isinstance(path, Path) else url_to_fs(path)
     system.invalidate_cache()  # other processes write there
     return system, place
 

@@ -54,7 +54,6 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
 
     Attributes:
         options: the options of the group.
-        inner: a group of torch's own backends, which runs all other collectives.
         supports_reconfigure: whether ranks can be replaced. torch reads it since version 2.14.
         interrupted: whether messages of a failed run may be left in the lane.
         current: a list with the group that has replaced this one, or this one; empty if the group is not shared.
@@ -71,7 +70,6 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         self._executor = CollectiveExecutor(backend_opts, options, backend_opts.store)
         try:
             self._backends = NativeBackends(self, backend_opts, self._executor)
-            self.inner = self._backends.inner
             if options.transport == "auto" and auto_candidates(self._executor.topology):
                 settle_transport(backend_opts, self._executor, self._backends)
             if self.moves_by_nccl and self._backends.nccl is None:
@@ -222,7 +220,7 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         if self.is_open:
             self._executor.wait_for_pending_works()
         self._executor.abort()
-        self.inner.shutdown()
+        self._backends.inner.shutdown()
 
     def abort(self) -> None:
         """Close the connections. Collectives in flight fail, including those of NCCL."""

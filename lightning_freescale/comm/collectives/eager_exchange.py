@@ -115,7 +115,8 @@ class _Parts:
     def __init__(self, name: str, tensor: Tensor, sizes_name: str, sizes: Sequence[int], p2p: GlooP2P) -> None:
         sound = tensor.is_cpu and tensor.ndim == 1 and tensor.is_contiguous() and tensor.dtype in DTYPE_INDEX
         if not sound or tensor.is_conj() or tensor.is_neg():  # the memory of such views holds other numbers
-            _refuse(name, tensor)
+            given = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
+            raise ValueError(f"{given}: pass a contiguous CPU tensor of one dimension and a plain number type, resolved")
         if len(sizes) != p2p.size or min(sizes) < 0 or sum(sizes) != tensor.numel():
             raise ValueError(
                 f"{sizes_name}={list(sizes)} on rank {p2p.rank} of {p2p.size}, {name}= of length {tensor.numel()}: pass one "
@@ -190,11 +191,6 @@ class _Link:
         if 0 < length <= self._short_bytes:
             start = parts.starts[self.peer]
             parts.memory[start : start + length] = self._read[_START : _START + length]
-
-
-def _refuse(name: str, tensor: Tensor) -> NoReturn:
-    given = f"{name}= is a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device}"
-    raise ValueError(f"{given}: pass a contiguous CPU tensor of one dimension and a plain number type, resolved")
 
 
 def exchange_with_sizes(

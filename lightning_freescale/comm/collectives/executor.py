@@ -66,8 +66,7 @@ class CollectiveExecutor:
             self.set_up_transport(options.transport)
         self._eager = EagerExchange(self.p2p, self._move_agreed)
         self._process = os.getpid()
-        if options.transport != "native":
-            PRIORITY_GATE.lanes[options.priority] += 1
+        PRIORITY_GATE.lanes[options.priority] += 1
         _LIVE.add(self)
 
     def set_up_transport(self, kind: str) -> None:
@@ -132,8 +131,7 @@ class CollectiveExecutor:
     def abort(self) -> None:
         if self in _LIVE:
             _LIVE.discard(self)
-            if self.options.transport != "native":
-                PRIORITY_GATE.lanes[self.options.priority] -= 1
+            PRIORITY_GATE.lanes[self.options.priority] -= 1
         self.failure = self.failure or "it has been shut down"
         # the thread ends soon if its peers are alive; after an immediate close, it might wait for a truncated message
         self.p2p.refuse_more()
@@ -167,9 +165,6 @@ class CollectiveExecutor:
         move(pause)
 
     def _move_agreed(self, transfer: Transfer) -> None:
-        if self.options.transport == "native":  # such a lane has no priority
-            self._host.move(transfer, lambda: None)
-            return
         with PRIORITY_GATE.track(self.options.priority) as activity:
             self._host.move(transfer, partial(PRIORITY_GATE.yield_to_higher, activity))
 
