@@ -191,12 +191,12 @@ LOOPS: dict[str, tuple[L.LightningModule, dict[str, Any]]] = {
     "two epochs": (Plain(0.0, 5 * DELAY), {"max_epochs": 2, "steps": 7}),
     "an object, clipping": (Plain(), {"strategy": DDPStrategy(find_unused_parameters=True), "gradient_clip_val": 1.0}),
     "few steps": (Plain(), {"limit_val_batches": 0, "steps": 3}),
-    "buffers": (Normed(), {"limit_val_batches": 0}),
+    "buffers": (Normed(), {"limit_val_batches": 0, "steps": 8}),
     "kineto": (Plain(), {"profiling": {"torch_profiler_steps": 3}}),
     "logged": (Plain(), {"limit_val_batches": 0, "steps": 7, "profiler": SimpleProfiler()}),
     "sharded": (Sharded(DELAY), {"limit_val_batches": 0, "steps": 8, "strategy": ModelParallelStrategy(2, 1)}),
 }
-COUNTS = {"few steps": 2, "kineto": 13 - 3, "logged": 6, "sharded": 7}
+COUNTS = {"few steps": 2, "kineto": 13 - 3, "logged": 6, "buffers": 7, "sharded": 7}
 GRADIENTS = {"accumulation": ("dense gradients", 0.5), "sharded": ("reduce_scatter_single", 2.0)}
 VALIDATED = {"validation between": [3, 6, 9, 12], "two epochs": [7]}
 

@@ -5,6 +5,8 @@ import pytest
 from tests.helpers.documents import HOSTILE, bare, document, hostile
 from tests.helpers.shown_page import cells, colour, every, hover, pixels, plain, rows, words
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 IDLE = {"idle": [0.1, None], "compute": [0.9, None], "other": [0.0, None]}
 DOCUMENTS = {
     "several": [document(8, 30), document(8, 30, pace=0.4), bare()],

@@ -6,6 +6,8 @@ from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from tests.helpers.documents import document
 from tests.helpers.shown_page import cells, colour, every, hover, inside, intervals, pixels, plain, said, words
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 NOTE = "#heatmap .note:last-child"
 TWO_STEPS = cells([(100_000, 0), (80_000, 20_000)], [(60_000, 40_000), (40_000, 60_000)])
 

@@ -6,6 +6,8 @@ from tests.helpers.documents import REASON, bare, document
 from tests.helpers.reports import full_report, plan
 from tests.helpers.shown_page import every, pixels, plain, rows, words
 
+pytestmark = pytest.mark.xdist_group("browser")
+
 IDEAS = [
     {"name": "perfect balance", "speed_up": 1.25, "limit": 1.5, "note": "a note"},
     {"name": "no data wait", "speed_up": 1.0, "limit": 1.5, "note": None},
