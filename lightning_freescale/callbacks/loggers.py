@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[s
     A failure of a logger is only a warning, because the run was successful and its files are on disk.
     """
     for logger in loggers:
-        log = next((log for kind, log in _LOG.items() if isinstance(logger, kind)), None)
-        if log is None:
-            continue
         try:
-            log(logger, report, files, step)
+            if isinstance(logger, WandbLogger):
+                _log_to_wandb(logger.experiment, report, files)
+            elif isinstance(logger, MLFlowLogger):
+                _log_to_mlflow(logger, report, files)
+            elif isinstance(logger, TensorBoardLogger):  # it supports neither pages nor files
+                indented = "\n".join(f"    {line}" for line in str(report).splitlines())  # a block of Markdown keeps columns
+                logger.experiment.add_text(_PAGE, indented, step)
         except Exception as error:
             kept = ", ".join(str(path) for path in files.values())
             rank_zero_warn(
@@ -31,11 +34,10 @@ def log_report(loggers: Sequence[Logger], report: BubbleReport, files: Mapping[s
             )
 
 
-def _log_to_wandb(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
+def _log_to_wandb(run: Any, report: BubbleReport, files: Mapping[str, Path]) -> None:
     """Log the page as a panel, all files as an artifact, and the verdict in the summary."""
     import wandb
 
-    run = logger.experiment
     if "page" in files:  # otherwise the page could not be written, and the profiler has warned
         # inject=False: the page has its own styles, and its security policy forbids those of wandb
         run.log({_PAGE: wandb.Html(str(files["page"]), inject=False)})
@@ -46,25 +48,12 @@ def _log_to_wandb(logger: Any, report: BubbleReport, files: Mapping[str, Path], 
     run.summary[_VERDICT] = _verdict(report)
 
 
-def _log_to_mlflow(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
+def _log_to_mlflow(logger: Any, report: BubbleReport, files: Mapping[str, Path]) -> None:
     """Log all files as artifacts in a folder, and the verdict as a tag."""
     client = logger.experiment
     for path in files.values():
         client.log_artifact(logger.run_id, str(path), "bubbles")
     client.set_tag(logger.run_id, _VERDICT, _verdict(report))
-
-
-def _log_to_tensorboard(logger: Any, report: BubbleReport, files: Mapping[str, Path], step: int) -> None:
-    """Log the summary as text. TensorBoard supports neither pages nor files."""
-    indented = "\n".join(f"    {line}" for line in str(report).splitlines())  # an indented block keeps columns in Markdown
-    logger.experiment.add_text(_PAGE, indented, step)
-
-
-_LOG: dict[type[Logger], Callable[[Any, BubbleReport, Mapping[str, Path], int], None]] = {
-    WandbLogger: _log_to_wandb,
-    MLFlowLogger: _log_to_mlflow,
-    TensorBoardLogger: _log_to_tensorboard,
-}
 
 
 def _verdict(report: BubbleReport) -> str:

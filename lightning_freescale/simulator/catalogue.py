@@ -41,18 +41,18 @@ class Catalogue:
 
     def unique(self, tokens: Floats | float) -> Floats:
         """Return the expected number of different rows of ``tokens`` lookups, in the shape of ``tokens``."""
-        chance, count = self._popularity()
+        chance, count = _popularity(self.rows, self.exponent.value)
         return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ count)
 
     def colliding(self, tokens: Floats | float, others: float) -> Floats:
         """Return the expected number of rows that ``tokens`` lookups share with ``others`` other lookups."""
-        chance, count = self._popularity()
+        chance, count = _popularity(self.rows, self.exponent.value)
         needed = -np.expm1(-others * chance) * count
         return _over_grid(tokens, lambda grid: -np.expm1(-np.outer(grid, chance)) @ needed)
 
     def hot_owner(self, ranks: int) -> float:
         """Return the load of the most popular item's owner / mean load of the owners, if duplicate rows are sent."""
-        chance, _ = self._popularity()
+        chance, _ = _popularity(self.rows, self.exponent.value)
         return float(1 + (ranks - 1) * chance[0])
 
     def collision_rate(self, tokens: float) -> float:
@@ -88,9 +88,6 @@ class Catalogue:
 
     def _with(self, exponent: float) -> Catalogue:
         return replace(self, exponent=Quantity(exponent, "assumed"))
-
-    def _popularity(self) -> tuple[Floats, Floats]:
-        return _popularity(self.rows, self.exponent.value)
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from lightning_freescale.profiling.recording.memory import MemoryReading
 from lightning_freescale.profiling.recording.records import Clock, Collective, ResolvedStep, StepRecord, resolve, stamps_of
 from lightning_freescale.profiling.recording.timeline import Timeline
 from lightning_freescale.profiling.reporting.document import WaitAttribution
-from lightning_freescale.profiling.reporting.kineto import SHARES, KinetoWindow
+from lightning_freescale.profiling.reporting.kineto import SHARES, KinetoWindow, temporal_breakdown
 
 _TOO_UNCERTAIN = 0.02
 """Uncertainty of the clocks, as a share of a step's wall time, above which arrivals are not compared."""
@@ -193,7 +193,7 @@ def gather_trace(
     window: KinetoWindow, steps: Sequence[ResolvedStep], to_rank_zero: ToRankZero, group: dist.ProcessGroup | None
 ) -> tuple[list[list[ResolvedStep]], list[Any], dict[str, Any] | None]:
     """Return the steps, the Kineto events and the device shares of all ranks on rank 0, nothing on the others. Collective."""
-    mine = ([], None) if not window.records else (window.events(to_rank_zero), window.breakdown())
+    mine = ([], None) if not window.records else (window.events(to_rank_zero), temporal_breakdown(window.slices))
     everyone = gather_to_rank_zero((steps, *mine), group)
     if everyone is None:
         return [], [], None

@@ -200,34 +200,31 @@ class Timeline:
                 self.background.append(collective)
 
 
-class _StampedBlock(AbstractContextManager[None]):
-    """Stamps both ends of a span. A generator would take three times as long."""
+class _StampedBlock(AbstractContextManager[Any]):
+    """Stamps both ends of a span or a wait. A generator would take three times as long."""
 
-    __slots__ = ("_span", "_timeline")
+    __slots__ = ("_record", "_timeline")
 
-    def __init__(self, timeline: Timeline, span: Span) -> None:
-        self._timeline, self._span = timeline, span
+    def __init__(self, timeline: Timeline, record: Span | Collective) -> None:
+        self._timeline, self._record = timeline, record
 
-    def __enter__(self) -> None:
-        self._span.start = self._timeline.stamp()
+    def __enter__(self) -> Any:
+        self._record.start = self._timeline.stamp()
+        return self._record
 
     def __exit__(self, *_: object) -> None:
-        self._span.end = self._timeline.stamp()
+        self._record.end = self._timeline.stamp()
 
 
-class _StampedWait(AbstractContextManager[Collective]):
-    __slots__ = ("_collective", "_timeline")
+class _StampedWait(_StampedBlock):
+    __slots__ = ()
 
-    def __init__(self, timeline: Timeline, collective: Collective) -> None:
-        self._timeline, self._collective = timeline, collective
-
-    def __enter__(self) -> Collective:
+    def __enter__(self) -> Any:
         self._timeline.in_collective = True
-        self._collective.start = self._timeline.stamp()
-        return self._collective
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._collective.end = self._timeline.stamp()
+        super().__exit__()
         self._timeline.in_collective = False
 
 

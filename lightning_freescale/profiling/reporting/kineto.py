@@ -48,6 +48,7 @@ class KinetoWindow:
 
     Attributes:
         records: the recorded steps, which the caller adds.
+        slices: GPU work and operators of the window, after its stop.
     """
 
     def __init__(self, steps: int, device: torch.device, file: Path | None = None) -> None:
@@ -56,7 +57,7 @@ class KinetoWindow:
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
         self._ahead = 0
-        self._slices: list[dict[str, Any]] = []
+        self.slices: list[dict[str, Any]] = []
 
     @property
     def running(self) -> bool:
@@ -99,7 +100,7 @@ class KinetoWindow:
             stopped.export_chrome_trace(str(path))
             content = path.read_bytes()
         document = json.loads(gzip.decompress(content))
-        self._slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
+        self.slices = slices_of(document["traceEvents"], (document["baseTimeNanoseconds"] - self._ahead) * 1e-9)
         if self.file is not None:
             try:
                 write_atomically(self.file, content)
@@ -115,7 +116,7 @@ class KinetoWindow:
         Args:
             to_seconds: function from this host's ``time.perf_counter`` to the clock of the trace.
         """
-        found = self._slices
+        found = self.slices
         kept = [event for event in found if event["cat"] in _GPU or event["dur"] >= SHORTEST]
         short, beyond = len(found) - len(kept), max(0, len(kept) - LIMIT)
         if beyond:
@@ -127,10 +128,6 @@ class KinetoWindow:
             first = to_seconds(min(event["ts"] for event in found))
             events.append({"ph": "i", "s": "t", "cat": "note", "name": text, "tid": "kineto: left out", "ts": first})
         return events
-
-    def breakdown(self) -> dict[str, float] | None:
-        """Return the :func:`temporal_breakdown` of the window."""
-        return temporal_breakdown(self._slices)
 
 
 def _in_use() -> bool:

@@ -58,7 +58,7 @@ def test_operators_are_where_perf_counter_saw_them(window, tmp_path):
     assert known["tid"] == f"kineto: thread {threading.get_native_id()}"
     there = next(event for event in window.events(lambda seconds: 2 * seconds - 5) if event["name"] == "known")
     assert there["ts"] == pytest.approx(2 * known["ts"] - 5) and there["dur"] == pytest.approx(2 * known["dur"])
-    assert window.breakdown() is None, "there is no GPU"
+    assert temporal_breakdown(window.slices) is None, "there is no GPU"
     # a mark is over when this thread is next on a core
     row = [ResolvedStep(before - 0.001, after + 0.001)]
     events = read_trace(write_trace(tmp_path / "trace.json", [row], kineto=[window.events(_same)]))
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_left_is_a_warning(tmp_path):
                 _recorded(window, lambda: _mark("known"))
         else:
             _recorded(window, lambda: _mark("known"))
-        assert window.breakdown() is None, "the window itself is there"
+        assert temporal_breakdown(window.slices) is None, "the window itself is there"
     (written,) = (tmp_path / "a_folder").iterdir()
     document = json.loads(gzip.decompress(written.read_bytes()))
     assert "known" in {event.get("name") for event in document["traceEvents"]}
@@ -124,8 +124,8 @@ def test_kernels_come_from_their_streams_and_go_before_operators(window, monkeyp
         ("Memset (Device)", "kineto: stream 7", "gpu_memset"),
     ]
     assert found[1]["ts"] == pytest.approx(3.00002, abs=1e-9) and found[1]["dur"] == pytest.approx(4e-6)
-    monkeypatch.setattr(window, "_slices", found)
-    breakdown = window.breakdown()
+    monkeypatch.setattr(window, "slices", found)
+    breakdown = temporal_breakdown(window.slices)
     assert breakdown == pytest.approx({"idle": 0.3, "compute": 0.4, "other": 0.3})
     names = [event["name"] for event in window.events(_same)]
     assert names[:3] == ["gemm", "Memcpy HtoD", "Memset (Device)"], "kernels are never too short"
@@ -134,7 +134,7 @@ def test_kernels_come_from_their_streams_and_go_before_operators(window, monkeyp
     *kept, note = window.events(_same)
     assert [event["name"] for event in kept] == ["gemm", "Memcpy HtoD"], "the longest"
     assert " 2 slices " in note["name"] and note["ts"] == found[0]["ts"]
-    assert window.breakdown()["idle"] == pytest.approx(0.3), "of all kernels"
+    assert temporal_breakdown(window.slices)["idle"] == pytest.approx(0.3), "of all kernels"
 
 
 def test_a_window_has_steps_and_kernels_on_cuda():
