@@ -24,9 +24,8 @@ _LEAST_WAITS = 30
 """Number of waits needed to decide whether they depend on the time of the request."""
 
 
-@dataclass(frozen=True)
 class Schedule:
-    """The steps of all ranks as one table.
+    """The steps of all ranks as one table, from one :class:`RankSegments` per step and rank.
 
     A step has one row for each collective and one for the time after the last collective.
 
@@ -40,27 +39,19 @@ class Schedule:
         seams: True for steps that do not directly follow the step before, so that the clocks restart.
     """
 
-    seconds: Floats
-    steps: NDArray[np.intp]
-    first: NDArray[np.intp]
-    starts: Floats
-    walls: Floats
-    seams: NDArray[np.bool_]
-
-    @classmethod
-    def from_steps(cls, steps: Sequence[Sequence[RankSegments]]) -> Schedule:
-        """Return the schedule of steps with one :class:`RankSegments` per rank."""
+    def __init__(self, steps: Sequence[Sequence[RankSegments]]) -> None:
         tables = {k: table for k, step in enumerate(steps) if (table := _step_table(step)) is not None}
         kept, seconds = list(tables), list(tables.values())
-        starts = np.array([[rank.start for rank in steps[k]] for k in kept])
+        self.steps = np.array(kept, dtype=np.intp)
+        self.starts = np.array([[rank.start for rank in steps[k]] for k in kept])
         ends = np.array([[rank.end for rank in steps[k]] for k in kept])
         pauses = np.array([table[..., COLUMNS.index("pause")].sum(axis=0) for table in seconds])
-        seams = np.ones(len(kept), dtype=bool)
+        self.walls = ends - self.starts - pauses
+        self.seams = np.ones(len(kept), dtype=bool)
         if len(kept) > 1:
-            seams[1:] = (np.abs(starts[1:] - ends[:-1]) > _SEAM).any(axis=1)
-        first = np.cumsum([0, *(len(table) for table in seconds)])[:-1]
-        table = np.concatenate(seconds) if seconds else np.zeros((0, 0, len(COLUMNS)))
-        return cls(table, np.array(kept, dtype=np.intp), first, starts, ends - starts - pauses, seams)
+            self.seams[1:] = (np.abs(self.starts[1:] - ends[:-1]) > _SEAM).any(axis=1)
+        self.first = np.cumsum([0, *(len(table) for table in seconds)])[:-1]
+        self.seconds = np.concatenate(seconds) if seconds else np.zeros((0, 0, len(COLUMNS)))
 
     def column(self, name: str) -> Floats:
         """Return a column of ``COLUMNS``, shape ``[rows, ranks]``."""
@@ -119,25 +110,18 @@ class RankClocks:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
 class ArrivalPoints:
     """The arrivals as points in the ranks' own work, which move with the work before them.
 
-    A point lies in ``row``, after the ``share`` of the work of that row and ``after`` more seconds, during which the rank
-    waited, but not after the end of the row. ``own`` is True for rows whose points lie in the row itself, without a wait.
+    The arrivals are ``ahead`` seconds before each rank was ready. A point lies in ``row``, after the ``share`` of the work of
+    that row and ``after`` more seconds, during which the rank waited, but not after the end of the row. It does not pass the
+    last of the ``restarts``. ``own`` is True for rows whose points lie in the row itself, without a wait.
     """
 
-    row: NDArray[np.intp]
-    share: Floats
-    after: Floats
-    own: list[bool]
-
-    @classmethod
-    def from_clocks(cls, clocks: RankClocks, ahead: Floats, restarts: NDArray[np.intp]) -> ArrivalPoints:
-        """Return the points ``ahead`` seconds before each rank was ready. They do not pass the last of the ``restarts``."""
+    def __init__(self, clocks: RankClocks, ahead: Floats, restarts: NDArray[np.intp]) -> None:
         arrived = clocks.ready - ahead
         rows = np.arange(len(ahead))
-        row = np.repeat(rows[:, None], ahead.shape[1], axis=1)
+        self.row = row = np.repeat(rows[:, None], ahead.shape[1], axis=1)
         earliest = restarts[np.searchsorted(restarts, rows, side="right") - 1]
         for rank in np.flatnonzero((arrived < clocks.begin).any(axis=0)):
             early = np.flatnonzero(arrived[:, rank] < clocks.begin[:, rank])
@@ -145,28 +129,22 @@ class ArrivalPoints:
             row[early, rank] = np.clip(found, earliest[early], early)
         begin = np.take_along_axis(clocks.begin, row, axis=0)
         work = np.take_along_axis(clocks.ready, row, axis=0) - begin
-        share = np.clip((arrived - begin) / np.where(work > 0, work, 1.0), 0.0, 1.0) * (work > 0)
-        after = arrived - begin - share * work
+        self.share = np.clip((arrived - begin) / np.where(work > 0, work, 1.0), 0.0, 1.0) * (work > 0)
+        after = arrived - begin - self.share * work
         own = (row == rows[:, None]).all(axis=1) & (np.abs(after) <= 1e-9).all(axis=1)
-        return cls(row, share, np.where(own[:, None], 0.0, after), own.tolist())
+        self.after = np.where(own[:, None], 0.0, after)
+        self.own: list[bool] = own.tolist()
 
 
-@dataclass(frozen=True)
 class BatchMoments:
     """The times at which batches of loader workers were ready, if a rank waited for them. All of shape ``[rows, ranks]``.
 
     Workers start a batch when another one is taken, independently of the rank's work. So a batch is ready ``lag`` seconds after
     the batch of row ``source`` was taken, or at the time ``lag`` if ``source`` is -1. A rank takes its batch at the beginning
-    of a row; ``waited`` is True where it waited.
+    of a row; ``waited`` is True where it waited. Times before the last of the ``restarts`` are as measured.
     """
 
-    waited: NDArray[np.bool_]
-    source: NDArray[np.intp]
-    lag: Floats
-
-    @classmethod
-    def from_clocks(cls, clocks: RankClocks, schedule: Schedule, restarts: NDArray[np.intp], prefetched: int) -> BatchMoments:
-        """Return the batches that ranks waited for. Times before the last of the ``restarts`` are as measured."""
+    def __init__(self, clocks: RankClocks, schedule: Schedule, restarts: NDArray[np.intp], prefetched: int) -> None:
         data, ranks = schedule.column("data"), np.arange(clocks.begin.shape[1])
         waited, source = np.zeros(data.shape, dtype=bool), np.full(data.shape, -1, dtype=np.intp)
         # a step takes one batch, in the row with its longest wait
@@ -182,7 +160,7 @@ class BatchMoments:
         both = long[1:] & long[:-1] & (row[:-1] >= set_at[1:])
         if _last_as_long_whenever_asked(np.where(both, since, np.nan), data[row[1:], ranks], float(schedule.walls.mean())):
             waited[:] = False  # the batches were ready, but slow to transfer
-        return cls(waited, source, taken - before)
+        self.waited, self.source, self.lag = waited, source, taken - before
 
     def taken(self, at: int, begin: Floats, data: Floats, before: Floats) -> Floats:
         """Return the time at which ranks have the batch of row ``at``; ``before`` has the times of the earlier rows."""
@@ -259,7 +237,7 @@ class Replay:
     """
 
     def __init__(self, steps: Sequence[Sequence[RankSegments]], prefetched: int = 0) -> None:
-        self.schedule = schedule = Schedule.from_steps(steps)
+        self.schedule = schedule = Schedule(steps)
         self.error, self.unseen = 0.0, False
         if not len(schedule.steps):
             return
@@ -275,8 +253,8 @@ class Replay:
         # synchronizes the ranks in a way that is not recorded
         together = np.flatnonzero((pauses > 0).all(axis=1))
         self._restarts = np.union1d(seams, together)
-        self._arrivals = ArrivalPoints.from_clocks(self._measured, ahead, self._restarts)
-        self._batches = BatchMoments.from_clocks(self._measured, schedule, self._restarts, prefetched) if prefetched else None
+        self._arrivals = ArrivalPoints(self._measured, ahead, self._restarts)
+        self._batches = BatchMoments(self._measured, schedule, self._restarts, prefetched) if prefetched else None
         if self._batches is not None:
             self.unseen = bool(self._batches.waited.sum() < walls.size / 2)
         self.compute = schedule.per_step(schedule.column("compute"))

@@ -90,11 +90,11 @@ def _exchange_of_messages(rank: int, gap: float = 1e-5) -> RankSegments:
 
 
 def test_ranks_agree_on_the_order_of_messages_that_they_wait_for_together() -> None:
-    schedule = Schedule.from_steps([[_exchange_of_messages(0), _exchange_of_messages(1)]])
+    schedule = Schedule([[_exchange_of_messages(0), _exchange_of_messages(1)]])
     assert schedule.steps.tolist() == [0]
     assert schedule.column("compute").sum(axis=0) == pytest.approx([1.0, 4.0])
     # with work in between, each rank waits for the other's second message: no order would do
-    assert Schedule.from_steps([[_exchange_of_messages(0, 0.1), _exchange_of_messages(1, 0.1)]]).steps.size == 0
+    assert Schedule([[_exchange_of_messages(0, 0.1), _exchange_of_messages(1, 0.1)]]).steps.size == 0
     keys = [f"world 0>1 0:3.{number}" for number in (9, 10)]
     waits = [(key, 1.0, 1.0 + k, 2.0 + k, 2.0 + k) for k, key in enumerate(keys)]
     assert _segments([], waits, [1.0, 1.0], "recv").keys == tuple(keys), "messages of a pair stay in their order"
