@@ -29,7 +29,7 @@ from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text, sendable, whole_text
 from lightning_freescale._runtime.worker import resolve, start_daemon
 from lightning_freescale.comm.next_rank import NextRank
-from lightning_freescale.comm.waits import HAS_FAILED, MainThread
+from lightning_freescale.comm.waits import WAITING, MainThread
 
 Point = tuple[int, int]
 """A place in a run where it can stop. All ranks pass the same points in the same order."""
@@ -68,7 +68,7 @@ class RankNotices:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size, self._process = rank, size, os.getpid()
         self._timeout = timeout.total_seconds()
-        self._main = MainThread(store)
+        self._main = MainThread(store, self._another_failed)
         self._store = dist.PrefixStore(f"freescale notices/{next(_RUNS)}", self._main.store)
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._answered = self._alarmed = self._failed = False
@@ -84,7 +84,7 @@ class RankNotices:
         self._agreed = threading.Event()
         self._next = NextRank(self._store, rank, size, timeout, self._report_end)
         self._thread: threading.Thread | None = start_daemon(self._work, "freescale notices")
-        HAS_FAILED.append(self._another_failed)
+        WAITING.append(self._main)
         atexit.register(self._exit)  # a thread that waits for a peer while the interpreter exits would crash it
 
     def close(self, *, farewell: bool = True) -> None:
@@ -99,7 +99,7 @@ class RankNotices:
         self._jobs.put(None)
         thread.join(_TELL_SECONDS if self._lost else ANSWER_SECONDS)  # a store that does not answer blocks the thread
         atexit.unregister(self._exit)
-        HAS_FAILED.remove(self._another_failed)
+        WAITING.remove(self._main)
         self._next.close(farewell and not self._lost)
 
     def _exit(self) -> None:

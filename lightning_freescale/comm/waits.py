@@ -17,29 +17,34 @@ import torch.distributed as dist
 from lightning_freescale._runtime.worker import call_on_daemon
 
 _POLL_SECONDS = 0.2
+_END_SECONDS = 1.0
 T = TypeVar("T")
-HAS_FAILED: list[Callable[[], bool]] = []
-"""Functions that return True if another rank has failed."""
+WAITING: list[MainThread] = []
+"""The main thread, once for each object that learns of the failures of other ranks."""
 
 
 def until_another_fails(create: Callable[[], T]) -> T:
     """Return ``create()``, or raise an error as soon as another rank fails. Collective.
 
-    gloo cannot end a wait for connections. The call therefore runs on another thread. If another rank fails, that thread is
-    abandoned.
+    gloo cannot end a wait for connections. The call therefore runs on another thread. If another rank fails, this process
+    closes its connections to the store, which ends a wait there. A thread that waits for a peer is abandoned.
 
     Raises:
-        DistBackendError: one of the functions in ``HAS_FAILED`` returns True.
+        DistBackendError: another rank has failed.
     """
-    if not HAS_FAILED:
+    if not WAITING:
         return create()
     created = call_on_daemon(create, "freescale connect")
     while True:
         try:
             return created.result(_POLL_SECONDS)
         except NotInTime:
-            if any(has_failed() for has_failed in HAS_FAILED):
-                raise dist.DistBackendError("another rank has failed while this rank created a process group") from None
+            failed = [thread for thread in WAITING if thread.another_failed()]
+        if failed:
+            failed[0].end_waits_in_store()
+            with suppress(NotInTime, RuntimeError):  # the end of a wait while the interpreter exits would abort the process
+                created.result(_END_SECONDS)
+            raise dist.DistBackendError("another rank has failed while this rank created a process group")
 
 
 class MainThread:
@@ -49,9 +54,11 @@ class MainThread:
 
     Attributes:
         store: the store over the separate connection.
+        another_failed: returns True if another rank has failed.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, another_failed: Callable[[], bool]) -> None:
+        self.another_failed = another_failed
         others = {connection.getsockname() for connection in _connections(store)}
         self._shared_store, self.store = store, store.clone()
         self._own = {connection.getsockname() for connection in _connections(store)} - others
@@ -72,11 +79,15 @@ class MainThread:
         inside = frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed.")
         place = (id(frame), frame.f_lasti) if frame is not None and inside else None
         if place is not None and place == self._was_at:
-            for connection in _connections(self._shared_store):
-                if connection.getsockname() not in self._own:
-                    with suppress(OSError):  # it has ended meanwhile
-                        connection.shutdown(socket.SHUT_RDWR)
+            self.end_waits_in_store()
         self._was_at = place
+
+    def end_waits_in_store(self) -> None:
+        """Close the connections of this process to the store, but not that of :attr:`store`."""
+        for connection in _connections(self._shared_store):
+            if connection.getsockname() not in self._own:
+                with suppress(OSError):  # it has ended meanwhile
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _connections(store: dist.Store) -> Iterator[socket.socket]:

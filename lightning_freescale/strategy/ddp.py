@@ -74,7 +74,7 @@ class TrainerDDP(DDPBase):
         If a rank received SIGTERM, the exception is a SIGTERMException on every rank.
         """
         notices = self._notices
-        if isinstance(error, SIGTERMException) and (notices is None or notices.why):
+        if isinstance(error, SIGTERMException) and not error.args and (notices is None or notices.why):
             why = f"rank {self.global_rank} received SIGTERM" if notices is None else notices.why
             return with_reason(error, f"{why}: all ranks stop here")
         cause = "" if notices is None else notices.tell_or_explain(error)
@@ -88,8 +88,7 @@ class TrainerDDP(DDPBase):
         if self._notices is not None and not isinstance(exception, SIGTERMException):
             self._notices.tell_or_explain(exception)  # if another launcher than ours has started this process
         exception.args = tuple(_renamed(argument) for argument in exception.args)
-        if isinstance(exception, SIGTERMException):  # Python prints no text of an exception that has an exit status
-            print(exception, file=sys.stderr, flush=True)
+        _print_reason(exception)
 
     @contextmanager
     def reporting(self, during: str) -> Generator[None, None, None]:
@@ -97,17 +96,23 @@ class TrainerDDP(DDPBase):
 
         ``during`` says what this rank was doing.
         """
-        notices = None if self._notices is not None else notices_of_ranks(self.group_timeout)
+        outside = self._notices is None
+        if outside:
+            self._notices = notices_of_ranks(self.group_timeout)
         try:
-            yield
+            with ending_at_sigterm(self.trainer):  # without effect while Lightning handles it
+                yield
         except BaseException as error:
             error.during = during  # type: ignore[attr-defined]
-            if notices is not None:
-                notices.tell_or_explain(error)
-            raise
+            reason = self.ended_by(error) if outside else error
+            if outside:
+                _print_reason(reason)
+            if reason is error:
+                raise
+            raise reason from error
         finally:
-            if notices is not None:
-                notices.close()
+            if outside and self._notices is not None:
+                self._close_notices(self._notices)
 
     def look_for_notices(self) -> None:
         """Read the notices of other ranks before a collective that a failed rank would never join."""
@@ -123,6 +128,11 @@ class TrainerDDP(DDPBase):
     def _close_notices(self, notices: RankNotices) -> None:
         notices.close()
         self._notices = self._stop_points = None
+
+
+def _print_reason(ended: BaseException) -> None:
+    if isinstance(ended, SIGTERMException):  # Python prints no text of an exception that has an exit status
+        print(ended, file=sys.stderr, flush=True)
 
 
 def _renamed(text: Any) -> Any:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,6 @@ import torch.distributed as dist
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale._lightning.stop_points import SIGTERMException
-from lightning_freescale.comm import waits
 from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.testing import _reserved_port, run_distributed
@@ -30,6 +30,7 @@ def _notices_over(kind: str, folder: Path) -> tuple[bool, str]:
     """Return whether a pipe is blocking as before, and what a rank adds to the error of a collective."""
     rank = dist.get_rank()
     if kind == "file":
+        dist.barrier()  # the other rank may still connect
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     else:
@@ -109,19 +110,26 @@ def test_a_forked_process_sends_no_farewell(survivors: Callable[..., dict[int, s
     assert survivors(_fork_and_close, 2) == {0: "rank 1 has ended: it was killed, or exited without an error"}
 
 
-def _connect_in_vain() -> tuple[str, float]:
-    """Connect to a rank that never comes, until a function says that it has failed."""
-    began = time.monotonic()
-    waits.HAS_FAILED.append(lambda: time.monotonic() > began + 0.5)
+def _connect_in_vain() -> tuple[str, float, list[str]]:
+    """Connect to a rank that fails half a second later. Return the error, the seconds, and the threads that still wait."""
+    notices, began = notices_of_ranks(TIMEOUT), time.monotonic()
+    assert notices is not None
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        notices.tell_or_explain(KeyError("the needle"))
+        return "", 0.0, []
     with pytest.raises(dist.DistBackendError) as failure:
-        GlooP2P(dist.HashStore(), 0, 2, timedelta(seconds=100), [0, 1])
-    return str(failure.value), time.monotonic() - began
+        GlooP2P(dist.PrefixStore("x", dist.distributed_c10d._get_default_store()), 0, 2, timedelta(seconds=100), [0, 1])
+    seconds, threads = time.monotonic() - began, [thread.name for thread in threading.enumerate()]
+    return str(failure.value), seconds, [name for name in threads if "connect" in name]
 
 
-def test_a_rank_that_connects_hears_of_a_failure_elsewhere() -> None:
-    ((error, seconds),) = run_distributed(_connect_in_vain, 1)
+def test_a_rank_that_connects_hears_of_a_failure_elsewhere_and_waits_no_more() -> None:
+    """A thread that still waits while the interpreter exits would end the process by an abort."""
+    (error, seconds, threads), _ = run_distributed(_connect_in_vain, 2)
     assert "another rank has failed" in error
     assert 0.5 < seconds < 10.0
+    assert threads == []
 
 
 EXITS = """

@@ -179,25 +179,33 @@ class Late(L.Callback):
             time.sleep(7)
 
 
-def evicted() -> None:
-    """Train until rank 1 receives SIGTERM, and write the exit status of each rank to a file."""
-    samples, fitting = Samples(64), trainer(devices=2, callbacks=[Late()])
+def evicted(launcher: bool = False) -> None:
+    """Train until rank 1, or its launcher, receives SIGTERM, and write the exit status of each rank to a file."""
+    samples, fitting, module = Samples(64), trainer(devices=2, callbacks=[Late()]), Evicted([1])
+    if launcher:
+        module.act = lambda: os.kill(os.getppid(), signal.SIGTERM)
     try:
-        fitting.fit(Evicted([1]), FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate))
+        fitting.fit(module, FreeScaleDataModule(samples, samples.lengths, 4, collate_fn=collate))
     except SystemExit as stopped:
         Path(f"status{fitting.global_rank}").write_text(str(stopped.code))
         raise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
-def test_ranks_that_are_preempted_end_with_143(launcher: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from tests.strategy.test_launch import evicted\n\nevicted()\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = _run([sys.executable, *(torchrun if launcher == "torchrun" else []), "train.py"], tmp_path)
+@pytest.mark.parametrize(
+    ("options", "to_launcher", "status"),
+    [(None, False, 143), ([], False, 1), ([], True, 1), (["--max-restarts", "3"], True, 1)],  # torchrun has a status of its own
+)
+def test_ranks_that_are_preempted_end_with_143(
+    options: list[str] | None, to_launcher: bool, status: int, tmp_path: Path
+) -> None:
+    """Start the ranks with torchrun if there are ``options`` for it."""
+    (tmp_path / "train.py").write_text(f"from tests.strategy.test_launch import evicted\n\nevicted({to_launcher})\n")
+    torchrun = [] if options is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    done = _run([sys.executable, *torchrun, "train.py"], tmp_path)
     assert [(tmp_path / f"status{rank}").read_text() for rank in range(2)] == ["143", "143"], done.stderr[-3000:]
-    assert done.returncode == (1 if launcher == "torchrun" else 143)  # torchrun has a status of its own
-    assert "rank 1 received SIGTERM: all ranks stop here" in done.stderr
+    assert done.returncode == status
+    assert re.search(r"rank \d received SIGTERM: all ranks stop here", done.stderr)
 
 
 # -- two hosts

@@ -24,7 +24,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import REPEATS, ActsInHook, Recommender, Samples, collate, trainer
-from tests.strategy.test_causes import ENDS
+from tests.strategy.test_causes import ENDS, _errors
 
 EPOCHS = 3
 
@@ -186,6 +186,42 @@ def test_a_signal_before_training_ends_all_ranks_with_its_status(size: int, hook
         assert (kind, code) == (SIGTERMException, 143), text
         own, others = f"rank {rank} received SIGTERM", [f"rank {other} received SIGTERM" for other in ranks]
         assert own in text if rank in ranks else any(other in text for other in others)
+
+
+class SavesInTheEnd(L.Callback):
+    """Saves in ``on_fit_end``, where Lightning handles no signals any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _save(path: Path, ranks: Collection[int], inside: bool) -> None:
+    """Raise an error with the exit status and the text of the exception that ends a save in or after a fit."""
+    data, module = Samples(64), ActsInHook("on_save_checkpoint", ranks, ENDS["is terminated"])
+    module.on_save_checkpoint = lambda checkpoint: module.pass_by("on_save_checkpoint")  # type: ignore[method-assign]
+    run = trainer(devices=int(os.environ["WORLD_SIZE"]), callbacks=[SavesInTheEnd(path)] if inside else [])
+    try:
+        run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
+        run.save_checkpoint(path)
+    except SystemExit as ended:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        raise RuntimeError(f"ended with {ended.code}: {ended}") from None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("size", "ranks", "inside"), [(1, [0], False), (2, [0], True), (2, [1], True), (3, [1], False)])
+def test_a_signal_while_a_checkpoint_is_saved_after_training_ends_all_ranks_with_its_status(
+    size: int, ranks: list[int], inside: bool, tmp_path: Path
+) -> None:
+    errors = _errors(size, tmp_path / "a.ckpt", ranks, inside, start=_save)
+    assert errors.keys() == set(range(size))
+    for error in errors.values():
+        assert re.search(rf"ended with 143: .*rank {ranks[0]} received SIGTERM", error, re.DOTALL), error
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("patient")
