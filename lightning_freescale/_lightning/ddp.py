@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -26,9 +28,12 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale._lightning.stop_points import SIGTERMException
+from lightning_freescale._runtime.code_place import place_in_code
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.comm.waits import until_another_fails
+from lightning_freescale.profiling.recording.observed_work import replaced
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for a step or for a part of a checkpoint.
@@ -45,6 +50,7 @@ class _OptionsOfDDP:
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.group_timeout: timedelta = options.get("timeout") or GROUP_TIMEOUT
+        self.at_teardown = ExitStack()  # closed by the subclass that overrides teardown
 
     def setup_environment(self) -> None:
         """Create the default process group, and explain NCCL's error about several ranks on one GPU."""
@@ -142,21 +148,47 @@ class _Launcher(_SubprocessScriptLauncher):
         assert trainer is not None
         self._strategy.check_before_launch(trainer)
         if imports._IS_INTERACTIVE:  # there is no process to start, and variables would tell later runs that there was one
-            return self._run(function, *args, **kwargs)
-        return super().launch(partial(self._run, function), *args, trainer=trainer, **kwargs)
+            return self._run(trainer, function, *args, **kwargs)
+        return super().launch(partial(self._run, trainer, function), *args, trainer=trainer, **kwargs)
 
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except _TunerExitException:  # the regular end of a tuner's run
             raise
         except BaseException as error:
             reason = self._strategy.ended_by(error)
+            self._strategy.at_teardown.enter_context(_outlived_hooks(trainer))
             if isinstance(reason, SIGTERMException):
                 self.procs.clear()  # otherwise Lightning kills this process after one that it has started has ended
             if reason is error:
                 raise
             raise reason from error
+
+
+@contextmanager
+def _outlived_hooks(trainer: Trainer) -> Iterator[None]:
+    """Make an error in a hook that Lightning calls after an error a warning. Otherwise Lightning would not tear down."""
+
+    def outlived(hook: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(*args, **kwargs)
+        except Exception as error:
+            place = place_in_code(traceback.extract_tb(error.__traceback__))
+            warnings.warn(
+                f"rank {trainer.global_rank}: {type(owner).__name__}.{hook.__name__} has failed, too, after the error that "
+                f"ends this run: {error_text(error)}, in {place}",
+                stacklevel=2,
+            )
+
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    handling = [(owner, "on_exception") for owner in (*callbacks, getattr(trainer, "datamodule", None), trainer.strategy)]
+    handling += [(logger, "finalize") for logger in trainer.loggers]
+    with ExitStack() as stack:
+        for owner, name in handling:
+            if owner is not None:
+                stack.enter_context(replaced(owner, {name: partial(outlived, getattr(owner, name), owner)}))
+        yield
 
 
 class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):

@@ -109,7 +109,6 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         self._steps: LoopSteps | None = None
         self._clipping: JointClipping | None = None
         self._current: CurrentBatch | None = None
-        self.at_teardown = ExitStack()
 
     def __repr__(self) -> str:
         # other packages refuse the strategy with a message that contains this text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,6 @@ class TrainerDDP(DDPBase):
 
     def __init__(self, **ddp_options: Any) -> None:
         super().__init__(**ddp_options)
-        self.at_teardown = ExitStack()  # closed by the subclass that overrides teardown
         self._notices: RankNotices | None = None
         self._stop_points: StopPoints | None = None
 

@@ -281,10 +281,12 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._balance_monitor = self._tuner = self.table_step = self._clipping = self.autopilot = None
         self._finds_collections, self._warned_of_loader = None, False
         self.at_teardown.close()
-        if self.tables is None:
+        module = self.lightning_module
+        unbuilt = module is not None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        if self.tables is None and not unbuilt:  # set-up has failed otherwise, and nothing can move tensors without values
             super().teardown()
             return
-        if isinstance(self.tables.group, ProcessGroupFreeScale):
+        if self.tables is not None and isinstance(self.tables.group, ProcessGroupFreeScale):
             self.tables.group.wait_for_pending_works()
         self.tear_down_but_module(layers_synced=self.groups is not None)
 
@@ -346,9 +348,11 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException):  # raised on all ranks: keep the checkpoints of callbacks
-            self.files.finish()
-        super().on_exception(exception)
+        try:
+            if isinstance(exception, SIGTERMException):  # raised on all ranks: keep the checkpoints of callbacks
+                self.files.finish()
+        finally:
+            super().on_exception(exception)
 
     # -- for callbacks and users
 

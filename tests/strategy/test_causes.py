@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchrec import EmbeddingCollection
@@ -163,6 +165,37 @@ def test_survivors_name_rank_and_cause(hook: str, how: str, cause: str, overlap:
         assert "rank 1 " in errors[survivor].rstrip().splitlines()[-1]
     assert cause == ENDED or cause[:20] in errors[1]
     assert hook != "embedding_ids" or "CannotTell.embedding_ids" in errors[1]
+
+
+class FailsAgain(L.Callback):
+    """A callback whose handling of an exception fails."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise TypeError("another error")
+
+
+def _fail_again(victim: int, hook: str) -> None:
+    """Check after a failed fit that its groups and threads are closed, and that its objects have their own methods again."""
+    data, again, failing = Samples(64), FailsAgain(), CSVLogger(tempfile.mkdtemp())
+    failing.finalize = again.on_exception  # type: ignore[method-assign]
+    datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
+    datamodule.on_exception = again.on_exception  # type: ignore[method-assign]
+    run = trainer(devices=2, callbacks=[again], logger=failing)
+    try:
+        run.fit(Fails(victim, hook, "raises"), datamodule)
+    except BaseException:
+        assert "on_exception" not in vars(again)
+        assert not [thread.name for thread in threading.enumerate() if thread.name in ("freescale notices", "freescale watch")]
+        raise
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("hook", ["configure_optimizers", pytest.param("training_step", marks=pytest.mark.slow)])
+def test_an_error_in_on_exception_replaces_no_error_and_leaves_nothing_open(hook: str) -> None:
+    errors = _errors(2, 1, hook, start=_fail_again)
+    last = {rank: error.rstrip().splitlines()[-1] for rank, error in errors.items()}
+    assert last[1] == "KeyError: 'the needle'"
+    assert "rank 1 has failed first: KeyError: 'the needle'" in last[0]
 
 
 def _start_with_fabric(victim: int, hook: str, how: str) -> None:
