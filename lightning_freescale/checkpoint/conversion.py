@@ -109,8 +109,6 @@ def _tried(do: Callable[[], T]) -> T | str:
         return do()
     except (FileNotFoundError, NotADirectoryError):
         return _MISSING
-    except MemoryError:
-        raise
     except Exception as error:  # file systems raise errors of many types
         full = isinstance(error, OSError) and error.errno == errno.EMFILE
         advice = ". Raise ulimit -n above the number of files of the checkpoint, which stay open" if full else ""

@@ -10,7 +10,7 @@ import resource
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,11 +145,29 @@ def _errors(paths: list[Path], together: bool) -> dict[str, str]:
     return found
 
 
-def _errors_with_few_files(paths: list[Path], intact: Path) -> tuple[dict[str, str], str]:
-    """Return the errors, and that of an intact folder if rank 0 can open two more files."""
-    found = _errors(paths, True)
-    with _few_files(2) if torch.distributed.get_rank() == 0 else nullcontext():
-        return found, _errors([intact], True)[intact.name]
+def _errors_with_little(paths: list[Path], intact: Path) -> tuple[dict[str, str], str, str]:
+    """Return the errors, and those of an intact folder if rank 0 can open two more files, and if it has no more memory."""
+    found, limits = _errors(paths, True), [_few_files(2), _no_memory()]
+    few, poor = (limit if torch.distributed.get_rank() == 0 else nullcontext() for limit in limits)
+    with few:
+        of_files = _errors([intact], True)[intact.name]
+    with poor:
+        return found, of_files, _errors([intact], True)[intact.name]
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """Let this process allocate no more blocks of a megabyte."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
+    held = []
+    try:
+        with suppress(MemoryError):
+            while True:  # until no freed memory is left
+                held.append(bytearray(1 << 20))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 @contextmanager
@@ -181,8 +199,9 @@ def test_what_is_damaged_or_no_checkpoint_is_refused(saved: Saved, tmp_path: Pat
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
         damage(tmp_path / name)
     paths = [tmp_path / name for name in DAMAGE]
-    (first, few), second = run_distributed(_errors_with_few_files, 2, paths, saved.folder / "sharded4.ckpt")
-    assert (first, few) == second
+    (first, few, poor), second = run_distributed(_errors_with_little, 2, paths, saved.folder / "sharded4.ckpt")
+    assert (first, few, poor) == second
+    assert re.search(r"^OSError: .*sharded4.ckpt could not be read: rank 0: MemoryError", poor), poor
     assert re.search(r"^OSError: .*sharded4.ckpt could not be read: rank 0: OSError: \[Errno 24\].*ulimit -n", few), few
     assert "rank 1" not in few, "an intact rank has no reason"
     for errors in (first, _errors(paths, False)):
