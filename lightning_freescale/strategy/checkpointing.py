@@ -239,6 +239,11 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         self.files.training = False
 
     @override
+    def ended_by(self, error: BaseException) -> BaseException:
+        self.files.training = False  # what callbacks save now must be complete before the process ends
+        return super().ended_by(error)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self.files.abandon()

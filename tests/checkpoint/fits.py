@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec import EmbeddingCollection
 
@@ -134,7 +134,7 @@ def fit(
     fitting = trainer(
         strategy=strategy if isinstance(strategy, str) else FreeScaleStrategy(**(strategy or {})),
         callbacks=list(callbacks),
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
         **{"devices": ranks, "max_epochs": EPOCHS, **options},
     )
     with warnings.catch_warnings(record=True) as caught:

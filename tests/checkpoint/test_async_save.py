@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
@@ -98,6 +99,22 @@ class Fails(L.Callback):
 def test_an_error_of_training_is_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="the needle"):
         run_distributed(fit, 2, strategy=ASYNC, callbacks=[SaveAt(tmp_path / "a.ckpt", 4), Fails()], timeout=60)
+
+
+def _save_on_exception(folder: Path) -> bool:
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(1.0)
+        return WRITE(*args, **options)
+
+    sharded_folder.write_pieces = slowly
+    with pytest.raises(ValueError, match="the needle"):
+        fit(strategy=ASYNC, callbacks=[OnExceptionCheckpoint(folder), Fails()])
+    return (folder / "on_exception.ckpt").exists()
+
+
+@pytest.mark.slow
+def test_what_is_saved_because_of_an_error_is_whole_when_the_fit_ends(tmp_path: Path) -> None:
+    assert run_distributed(_save_on_exception, 2, tmp_path) == [True, True]
 
 
 def _remove_in_vain(path: Path) -> str:
