@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "embeddings": {"_runtime", "_torchrec", "comm", "losses"},
     "checkpoint": {"_runtime", "_version", "embeddings"},
-    "_lightning": {"balance", "comm", "profiling"},
+    "_lightning": {"_runtime", "balance", "comm", "profiling"},
     "datamodule": {"_lightning", "balance", "data"},
     "callbacks": {"_lightning", "_runtime", "balance", "data", "profiling"},
     "training": {"_lightning", "_runtime", "balance", "comm", "embeddings", "profiling"},
