@@ -159,11 +159,6 @@ def _catalogue_rows(table: Tensor | nn.Module) -> CatalogueRows:
     return rows
 
 
-def keeps_logits(positions: int, rows: int) -> bool:
-    """Return whether the logits are kept for backward instead of being computed again."""
-    return positions * rows <= _KEPT_LOGITS
-
-
 def _check(
     hidden: Tensor,
     rows: CatalogueRows,
@@ -226,7 +221,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.positions = positions = rows.positions(len(states))
         every, wanted = positions.gather(states.to(products), targets)
         places, bias_here = rows.places(wanted), None if bias is None else rows.select(bias)
-        ctx.kept = [] if keeps_logits(len(every), len(rows.weight)) and any(ctx.needs_input_grad) else None
+        ctx.kept = [] if len(every) * len(rows.weight) <= _KEPT_LOGITS and any(ctx.needs_input_grad) else None
         found = torch.zeros(len(every), 3 if label_smoothing else 2, dtype=ctx.sums, device=states.device)
         tops = found.new_full((len(every),), -math.inf)
         found[:, 0] = tops  # remains if the shard has no rows

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_freescale._lightning.loops import rank_zero_info
 from lightning_freescale.balance.micro_batches import MicroBatches
 from lightning_freescale.embeddings.optimizer import UpdateSettings
 from lightning_freescale.embeddings.overlap import OverlapEngine, OverlapReport, WeightGradientsLast, WindowGradients
@@ -70,7 +69,7 @@ class TableStep:
         self._batch: Any = None  # the micro-batch that computes
         self._is_last_part = False
         self._handed_over = False  # whether the gradients of the current forward have been submitted
-        self._comes_ahead = self._restart = self._updates = self._stated_sizes = False
+        self._comes_ahead = self._restart = self._updates = False
         self._logged: dict[str, float] | None = None
         if timeline is not None and engine is not None:
             for collection in engine.collections.values():
@@ -146,11 +145,6 @@ class TableStep:
                 engine.submit_next_ids({}, lookahead.gave_up())
                 engine.end_forward()
                 lookahead.give_notice()
-            if not self._stated_sizes:
-                texts = [text for module in engine.modules.values() for text in module.sizes_of_losses()]
-                self._stated_sizes = bool(texts)
-                for text in texts:
-                    rank_zero_info(f"strategy 'freescale': {text}")
 
     def follow_settings(self, *_: Any) -> None:
         """Update tables with the options that the user has set since the step began. Call it before backward."""

@@ -19,7 +19,6 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.shards import ShardedTables
-from lightning_freescale.losses import keeps_logits
 
 _ROWS_AT_ONCE = 2**18
 """The number of rows in one lookup for a copy of the whole table."""
@@ -49,7 +48,6 @@ class CatalogueTable:
         self.index = next(i for i, each in enumerate(part.local.layout.tables) if each.name == table.name)
         self.has_whole_rows = part.local.layout.tables[self.index].dim == table.dim  # whether no row is split between ranks
         self.copied: Tensor | None = None
-        self.most_positions: list[int] = []  # of every rank in the largest loss over all rows
 
     def __call__(self) -> Tensor | CatalogueShard:
         """Return this rank's rows for a loss of the current step, or a copy of the table under ``no_grad``. Collective.
@@ -122,19 +120,6 @@ class CatalogueTable:
         """Exchange the number of positions of each rank. Collective."""
         return RankPositions(self._tables.group, self._tables.message_device(), count)
 
-    def sizes_of_use(self) -> str:
-        """Describe the messages and memory of a loss over all rows, compared with the whole table; after such a loss."""
-        rows, dim, ranks, positions = self.table.rows, self.table.dim, len(self.most_positions), sum(self.most_positions)
-        share, here = 2 * 4e-6 * dim * (ranks - 1) / ranks, len(self.weight)
-        ways = ("kept for backward", "computed again in backward")
-        advice = " To send less, leave the table out of shard=." if positions > rows and ranks > 1 else ""
-        return (
-            f"a softmax over {self.table.key!r} ({rows} x {dim}) sends the states of {positions} positions on {ranks} ranks: "
-            f"{share * positions:.1f} MB per rank and step. A reduced gradient of the whole table would be {share * rows:.1f} "
-            f"MB. Logits for a rank's {here} rows take {4e-6 * positions * here:.0f} MB and are "
-            f"{ways[not keeps_logits(positions, here)]}.{advice}"
-        )
-
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient of this rank's rows, summed over all ranks, to the update of the step."""
         self._part.add_gradient(self.index, gradient.div_(self._tables.group.size()) if get_gradient_division() else gradient)
@@ -159,9 +144,7 @@ class CatalogueShard:
         return CatalogueShard(self._table, self._start + start, self._start + stop)
 
     def positions(self, count: int) -> RankPositions:
-        found = self._table.positions(count)
-        self._table.most_positions = max(self._table.most_positions, found.counts, key=sum)
-        return found
+        return self._table.positions(count)
 
     def places(self, items: Tensor) -> Tensor:
         return self._table.places(items + self._start)

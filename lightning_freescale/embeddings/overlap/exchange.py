@@ -44,7 +44,6 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
-import numpy as np
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.id_prediction import GivesUp, KJTSnapshot
@@ -89,7 +88,6 @@ class ExchangeStep:
         self.announced_submitted = False  # whether this rank announced that it looks up what it submitted
         self.prefetched: Future[Any] | None = None  # the job in which this rank learns of the next batch
         self.gradient_sent = False  # whether the gradients have been submitted
-        self.pooled_rows: np.ndarray | int = 0  # that TorchRec would have sent to this rank, by sending rank; 0 without bags
         self.held: Batch | None = None  # the batch whose gradients the owners hold until they are clipped
         self._next_ids: list[KJTSnapshot] | None = None
         self._submitted_next: list[KJTSnapshot] | None = None
@@ -192,8 +190,7 @@ class ExchangeStep:
         gradient, anew = self.lookups.gradient(self._exchange.local.dim, none_is_not_zero=self._moves)
         if self._moves and self.announced_submitted and not self.lookups.made:
             anew = []
-        job = (self._exchange.exchange_colliding, batch, self.following, gradient, anew, self.pooled_rows)
-        exchanged = self._worker.submit(*job)
+        exchanged = self._worker.submit(self._exchange.exchange_colliding, batch, self.following, gradient, anew)
         # rows change only with updates: without one, the next lookup does not wait for the gradients of this backward
         self._ready_next = exchanged if batch.update.updates else self.prefetched
         self.unsent, self.held = (None, batch) if batch.update.held else (batch, None)

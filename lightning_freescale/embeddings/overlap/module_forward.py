@@ -271,9 +271,6 @@ class ModuleForward:
         for part in self.parts:
             part.drain()
 
-    def sizes_of_losses(self) -> list[str]:
-        return [catalogue.sizes_of_use() for catalogue in self._catalogues.values() if catalogue.most_positions]
-
     def forget_copies(self) -> None:
         for catalogue in self._catalogues.values():
             catalogue.copied = None

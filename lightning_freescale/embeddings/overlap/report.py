@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
 
@@ -54,17 +53,14 @@ class ExchangeStatistics:
         yield
         self.count(**{name: time.perf_counter() - began})
 
-    def count_lookup(self, request: RowRequest, rank: int, dim: int, torchrec_bytes: int | None = None) -> None:
-        """Count the rows and ids of this rank's lookups, and the bytes that TorchRec would move for them.
-
-        ``torchrec_bytes`` is passed for bags only.
-        """
+    def count_lookup(self, request: RowRequest, rank: int, dim: int, pooled: bool) -> None:
+        """Count the rows and ids of this rank's lookups, and the bytes that TorchRec would move for them; ids only for bags."""
         ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, its row, and the gradient back
         self.count(
             tokens=ids,
             rows=rows,
-            torchrec_bytes=(ids - request.ids[rank]) * per_row if torchrec_bytes is None else torchrec_bytes,
+            torchrec_bytes=(ids - request.ids[rank]) * (8 if pooled else per_row),
             dedup_bytes=(rows - request.sizes[rank]) * per_row,
         )
 
@@ -92,31 +88,18 @@ class Heat:
 
 @dataclass(frozen=True)
 class HeatReport:
-    """Hot rows, summed over all collections. Bytes are means per optimizer step, of one rank or over all ranks.
+    """Hot rows, summed over all collections. Bytes are means per optimizer step, of one rank or over all ranks."""
 
-    Attributes:
-        rows: the number of rows in the current lists.
-        rows_of_half: the number of most requested rows that make 50 % of all accesses.
-        rows_of_most: the number of most requested rows that make 90 % of all accesses.
-        largest_load: the accesses of the owner with the most, divided by the mean over owners; the largest of all collections.
-        colliding_share: the share of hot rows among the requested colliding rows of other nodes; None if there are none.
-        sent_bytes: the bytes of ids, rows and gradients that a rank sends.
-        cross_node_bytes: the part of them between nodes.
-        hot_near_bytes: the part of ``sent_bytes`` for hot rows within the node.
-        hot_far_bytes: the part of ``cross_node_bytes`` for hot rows.
-        hot_direct_bytes: the bytes between nodes for the same hot rows if all ranks had sent them directly.
-    """
-
-    rows: int
-    rows_of_half: int
-    rows_of_most: int
-    largest_load: float
-    colliding_share: float | None
-    sent_bytes: float
-    cross_node_bytes: float
-    hot_near_bytes: float
-    hot_far_bytes: float
-    hot_direct_bytes: float
+    rows: int  # in the current lists
+    rows_of_half: int  # the most requested rows, which make 50 % of all accesses
+    rows_of_most: int  # those that make 90 %
+    largest_load: float  # accesses of the owner with the most, divided by the mean over owners; the largest of all collections
+    colliding_share: float | None  # share of hot rows among the requested colliding rows of other nodes; None if none collides
+    sent_bytes: float  # ids, rows and gradients that a rank sends
+    cross_node_bytes: float  # the part of them between nodes
+    hot_near_bytes: float  # the part of sent_bytes for hot rows within the node
+    hot_far_bytes: float  # the part of cross_node_bytes for hot rows
+    hot_direct_bytes: float  # between nodes for the same hot rows if all ranks had sent them directly
 
     @classmethod
     def of(cls, heats: Sequence[Heat], totals: Mapping[str, float], steps: float) -> HeatReport | None:
@@ -141,41 +124,23 @@ class HeatReport:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Means per optimizer step over all collections, of one rank or over all ranks.
+    """Means per optimizer step over all collections, of one rank or over all ranks."""
 
-    Attributes:
-        steps: the number of steps that began while a collection was overlapped.
-        collision_rate: the share of the rows of a global batch that the batch before it updates as well.
-        hidden_s: the seconds of exchange during which training went on.
-        exposed_s: the seconds that training waited for rows.
-        tokens: the number of ids looked up.
-        rows: the number of rows requested, each once with ``dedup``.
-        torchrec_bytes: the bytes that plain TorchRec would move: each id, its row and its gradient, or those of the bags.
-        dedup_bytes: the bytes that TorchRec would move with each row once.
-        ids_bytes: the bytes sent to agree on rows.
-        colliding_bytes: the bytes of rows and gradients that training waited for.
-        non_colliding_bytes: the bytes of rows and gradients sent during compute.
-        cross_node_bytes: the part of the last three sent to other nodes; 0 if the nodes are unknown.
-        unpredicted_lookups: the number of lookups whose ids were unknown ahead.
-        mispredicted_lookups: the number of lookups with other ids than predicted.
-        heat: the hot rows; None before the first list, and if no row can be hot.
-    """
-
-    steps: int
-    collision_rate: float
-    hidden_s: float
-    exposed_s: float
-    tokens: float
-    rows: float
-    torchrec_bytes: float
-    dedup_bytes: float
-    ids_bytes: float
-    colliding_bytes: float
-    non_colliding_bytes: float
-    cross_node_bytes: float
-    unpredicted_lookups: float
-    mispredicted_lookups: float
-    heat: HeatReport | None = None
+    steps: int  # steps that began while a collection was overlapped
+    collision_rate: float  # share of the rows of a global batch that the batch before it updates as well
+    hidden_s: float  # seconds of exchange during which training went on
+    exposed_s: float  # seconds that training waited for rows
+    tokens: float  # ids looked up
+    rows: float  # rows requested, each once with dedup
+    torchrec_bytes: float  # that plain TorchRec would move: each id, its row and its gradient, or those of the bags
+    dedup_bytes: float  # that TorchRec would move with each row once
+    ids_bytes: float  # sent to agree on rows
+    colliding_bytes: float  # rows and gradients that training waited for
+    non_colliding_bytes: float  # rows and gradients sent during compute
+    cross_node_bytes: float  # the part of the last three sent to other nodes; 0 if the nodes are unknown
+    unpredicted_lookups: float  # lookups whose ids were unknown ahead
+    mispredicted_lookups: float  # lookups with other ids than predicted
+    heat: HeatReport | None = None  # None before the first list, and if no row can be hot
 
     @classmethod
     def from_totals(
@@ -219,22 +184,14 @@ class BagTraffic:
     """
 
     def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:
-        self._layout, self._dim = layout, dim
         last = torch.tensor([[layout.rows_of(each)] for each in range(layout.ranks)])
         holds = torch.diff(layout.first_row, append=last) > 0
         sends = holds | (holds.sum(dim=0) > 1)
-        self._others = np.arange(layout.ranks) != rank
-        self._senders = [
-            (feature, (sends[:, table].numpy() & self._others).astype(np.int64)) for feature, table in layout.features
-        ]
+        senders = sends.sum(dim=0) - sends[rank].long()  # other ranks
+        self._per_bag = 4 + 2 * 4 * dim  # the length of a bag, its pooled row, and the gradient back
+        self._senders = [(feature, int(senders[table])) for feature, table in layout.features]
 
-    def pooled_rows(self, features: KeyedJaggedTensor) -> np.ndarray:
-        """Return the number of pooled rows that TorchRec would send to this rank for one lookup, by sending rank."""
+    def bytes_of(self, features: KeyedJaggedTensor) -> int:
+        """Return the bytes of one lookup of this rank, without ids."""
         bags = dict(zip(features.keys(), features.stride_per_key()))
-        none = np.zeros(self._layout.ranks, np.int64)
-        return sum((bags.get(feature, 0) * senders for feature, senders in self._senders), none)
-
-    def torchrec_bytes(self, request: RowRequest, pooled_rows: np.ndarray | int) -> int:
-        ids = np.array(request.ids)
-        # an id of 64 bits; the length of a bag, its pooled row, and the gradient back
-        return int((8 * ids + (4 + 2 * 4 * self._dim) * pooled_rows)[self._others].sum())
+        return self._per_bag * sum(bags.get(feature, 0) * senders for feature, senders in self._senders)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +32,7 @@ from lightning_freescale.embeddings.overlap.id_exchange import (
     refuse_ranks_out_of_step,
 )
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
@@ -66,9 +65,7 @@ class RowExchange:
         self.path, self.local, self._route, self._statistics = path, local, route, statistics
         self._rank, self._ranks = group.rank(), group.size()
         self.row_updates, self._collisions = RowUpdates(local), Collisions(local, statistics)
-        # counts the bytes that TorchRec would send for bags
-        self.bag_traffic = BagTraffic(local.layout, self._rank, local.dim) if pooled else None
-        self._group, self._dedup = group, dedup
+        self._group, self._dedup, self._pooled = group, dedup, pooled
         self._no_values = local.layout.starts.new_empty(0, local.dim, dtype=torch.float32)
         self._batches = 0
         self._heads: list[Head] = []
@@ -219,7 +216,6 @@ class RowExchange:
         following: Batch,
         gradient: Tensor | None,
         anew: Sequence[KeyedJaggedTensor] | None,
-        pooled_rows: np.ndarray | int,
     ) -> None:
         """Do exchanges C and D: send the gradients that ``following`` waits for, and fetch its last rows.
 
@@ -230,7 +226,7 @@ class RowExchange:
         if anew is not None:
             lookup, request = LookedUp.OTHERS, self._request(anew)
             current.requested = replace(current.requested, request=request)
-        sums = self.local.wire.gradients.encode(self._sum_per_row(current.requested, gradient, pooled_rows))
+        sums = self.local.wire.gradients.encode(self._sum_per_row(current.requested, gradient))
         current.gradients.sums = sums
         given, requested = self._given_in_time(current), current.requested
         if anew is not None:
@@ -285,12 +281,11 @@ class RowExchange:
             requested = following.requested
             following.rows = BatchRows(self._route.give_rows(requested), requested.request.inverse)
 
-    def _sum_per_row(self, requested: RequestedRows, gradient: Tensor | None, pooled_rows: np.ndarray | int) -> Tensor:
+    def _sum_per_row(self, requested: RequestedRows, gradient: Tensor | None) -> Tensor:
         request = requested.request
         if gradient is None:
             return torch.zeros(sum(request.sizes), self.local.dim, device=self._no_values.device)
-        pooled = None if self.bag_traffic is None else self.bag_traffic.torchrec_bytes(request, pooled_rows)
-        self._statistics.count_lookup(request, self._rank, self.local.dim, pooled)
+        self._statistics.count_lookup(request, self._rank, self.local.dim, self._pooled)
         if (through := requested.incoming.forwarded) is not None:
             wire = self.local.wire
             self._statistics.count_hot(through, 4 * (wire.rows.words + wire.gradients.words))

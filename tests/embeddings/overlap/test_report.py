@@ -48,12 +48,10 @@ def test_means_are_those_since_the_totals_before() -> None:
     assert (report.tokens, report.heat.hot_near_bytes, report.heat.colliding_share) == (2.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("row_wise", "rank", "expected"), [(False, 0, [0, 3, 0, 0]), (False, 2, [6, 3, 0, 0]), (True, 1, [9, 0, 9, 9])]
-)
-def test_who_would_send_pooled_rows(row_wise: bool, rank: int, expected: list[int]) -> None:
-    """Return a layout on four ranks; the first table has two features, so ranks 0 and 1 own the whole tables."""
+@pytest.mark.parametrize(("row_wise", "rank", "pooled_rows"), [(False, 0, 3), (False, 2, 6 + 3), (True, 1, 9 + 9 + 9)])
+def test_bytes_of_pooled_rows_from_other_ranks(row_wise: bool, rank: int, pooled_rows: int) -> None:
+    """Count on four ranks; the first table has two features, so ranks 0 and 1 own the whole tables."""
     tables = {"first": (400, 8, ["a", "b"], SUM), "second": (400, 8, ["c"], SUM)}
     _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
     features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
-    assert BagTraffic(layout, rank, 8).pooled_rows(features).tolist() == expected
+    assert BagTraffic(layout, rank, 8).bytes_of(features) == pooled_rows * (4 + 2 * 4 * 8)
