@@ -34,30 +34,20 @@ class BatchShapes:
     """Lengths of the samples of a batch and shapes of its tensors.
 
     Ranks can exchange ``dataclasses.astuple(shapes)``, which ``BatchShapes(*values)`` restores.
-
-    Attributes:
-        lengths: given length of each sample.
-        tensors: place in the batch, kind and shape of each tensor. The kinds are ``"jagged"``, ``"padded"``, ``"integer"`` and
-            ``"float"``. The rows of shorter samples in a ``"padded"`` tensor end or begin with a constant value.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # given length of each sample
+    # Place in the batch, kind and shape of each tensor. The kinds are "jagged", "padded", "integer" and "float". The rows of
+    # shorter samples in a "padded" tensor end or begin with a constant value.
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
         return len(self.lengths)
 
     @property
     def longest(self) -> int:
-        """The length of the longest sample; 0 for an empty batch."""
         return max(self.lengths, default=0)
-
-    @property
-    def total(self) -> int:
-        """The sum of the lengths."""
-        return sum(self.lengths)
 
 
 def shapes_of(batch: Any, lengths: ArrayLike) -> BatchShapes:
@@ -188,7 +178,7 @@ def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
     places = [place for place in places if len({len(shape) for _, shape in place}) == 1]
     dense = [place for place in places if place[0][0] != "jagged"]
     # equally long samples do not distinguish jagged from padded batches
-    differ = any(shapes.total < shapes.samples * shapes.longest for shapes in batches)
+    differ = any(sum(shapes.lengths) < shapes.samples * shapes.longest for shapes in batches)
     if differ and any(_follows_longest(place, batches) for place in dense):
         return "batch", None
     padded = [[shapes.samples for (kind, _), shapes in zip(place, batches) if kind == "padded"] for place in dense]

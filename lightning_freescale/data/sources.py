@@ -24,6 +24,7 @@ from lightning_freescale.data.text_format import (
     Line,
     TextFormat,
     find_format,
+    is_quoted,
     positions,
     ragged,
     try_cast,
@@ -56,7 +57,7 @@ def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: 
         raise ValueError(f"interactions file {path} is empty. Pass a file with columns {wanted}")
     try:
         if path.is_file() and path.suffix not in (".parquet", ".pq"):
-            return _read_text(path, wanted, delimiter, header, line)
+            return _read_text(path, wanted, find_format(path, wanted, delimiter, header, line))
         _refuse_format(path, delimiter, header, line)
         return _read_parquet(path, wanted)
     except (pa.ArrowException, OSError, EOFError, csv.Error) as error:
@@ -98,14 +99,11 @@ def _select(source: Any, wanted: list[Column]) -> pa.Table:
 # -- text files
 
 
-def _read_text(
-    path: Path, wanted: list[Column], delimiter: str | None = None, header: bool | None = None, line: Line | None = None
-) -> pa.Table:
+def _read_text(path: Path, wanted: list[Column], text_format: TextFormat) -> pa.Table:
     """Return the columns of users, items and, if wanted, times.
 
     Ids are dictionary arrays of 64-bit integers if all ids of a column are written as integers, and otherwise of strings.
     """
-    text_format = find_format(path, wanted, delimiter, header, line)
     table = _read_histories(path, text_format) if text_format.line == "user" else _read_rows(path, text_format)
     users, items, *times = table.columns
     ids = [_as_written(values, column, path) for values, column in zip((users, items), wanted)]
@@ -165,7 +163,7 @@ def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], st
             ),
             pyarrow.csv.ParseOptions(
                 delimiter=text_format.delimiter if len(delimiter) == 1 else STAND_IN,
-                quote_char='"' if text_format.quoted else False,
+                quote_char='"' if is_quoted(text_format.delimiter) else False,
                 invalid_row_handler=if_ragged,
             ),
             pyarrow.csv.ConvertOptions(column_types=types, include_columns=names, strings_can_be_null=True),

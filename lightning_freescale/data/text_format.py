@@ -33,30 +33,15 @@ TIME_TYPES = (
 
 @dataclass(frozen=True)
 class TextFormat:
-    """The format of a text file of interactions.
+    """The format of a text file of interactions."""
 
-    Attributes:
-        delimiter: text between two values, one or two bytes in UTF-8.
-        line: content of a line, as in :func:`~lightning_freescale.data.read_interactions`.
-        skip: number of lines before the first value: blank lines and the header.
-        skipped_rows: number of these lines that are not empty.
-        columns: number of columns.
-        wanted: numbers of the columns of users, items and, optionally, times.
-        times: type of the times in the first lines; string if they are no times.
-    """
-
-    delimiter: str
-    line: Line
-    skip: int
-    skipped_rows: int
+    delimiter: str  # text between two values, one or two bytes in UTF-8
+    line: Line  # content of a line, as in read_interactions
+    skip: int  # number of lines before the first value: blank lines and the header
+    skipped_rows: int  # number of these lines that are not empty
     columns: int
-    wanted: tuple[int, ...]
-    times: pa.DataType | None
-
-    @property
-    def quoted(self) -> bool:
-        """Whether ``"`` encloses values. In files with tabs or ``::`` it is part of the values."""
-        return _is_quoted(self.delimiter)
+    wanted: tuple[int, ...]  # numbers of the columns of users, items and, optionally, times
+    times: pa.DataType | None  # type of the times in the first lines; string if they are no times
 
 
 def find_format(
@@ -99,7 +84,8 @@ def _first_lines(path: Path) -> list[str]:
     return lines[:-1] if is_cut and len(lines) > 1 else lines
 
 
-def _is_quoted(delimiter: str) -> bool:
+def is_quoted(delimiter: str) -> bool:
+    """Return whether ``"`` encloses values. In files with tabs or ``::`` it is part of the values."""
     return delimiter != "\t" and len(delimiter.encode()) == 1
 
 
@@ -115,7 +101,7 @@ def _refuse_json(path: Path, line: str) -> None:
 
 
 def _split(lines: list[str], delimiter: str) -> list[list[str]]:
-    quoting: Any = csv.QUOTE_MINIMAL if _is_quoted(delimiter) else csv.QUOTE_NONE
+    quoting: Any = csv.QUOTE_MINIMAL if is_quoted(delimiter) else csv.QUOTE_NONE
     if len(delimiter.encode()) == 2:
         lines, delimiter = [text.replace(delimiter, STAND_IN) for text in lines], STAND_IN
     return list(csv.reader(lines, delimiter=delimiter, quoting=quoting))
@@ -168,8 +154,7 @@ def ragged(path: Path, where: str, found: int, expected: int, delimiter: str) ->
     """Return the error for a line whose number of values differs from that of the first line."""
     return ValueError(
         f"{path}: {where} has {found} values, but the first line has {expected} (delimiter={delimiter!r}). Correct the "
-        "line, or "
-        'pass another delimiter=. If each line has a user and all items in order, pass line="user", time=None'
+        'line, or pass another delimiter=. If each line has a user and all items in order, pass line="user", time=None'
     )
 
 

@@ -273,7 +273,7 @@ def test_shapes_are_values_that_ranks_exchange() -> None:
     shapes = shapes_of(batch, lengths(samples).numpy())
     assert batch["features"].__dict__ == before, "TorchRec would keep in the batch what it computes"
     n, longest, total = len(samples), max(map(len, samples)), sum(map(len, samples))
-    assert (shapes.samples, shapes.longest, shapes.total) == (n, longest, total)
+    assert (shapes.samples, shapes.longest, sum(shapes.lengths)) == (n, longest, total)
     assert {shape for _, _, shape in shapes.tensors} == {(2 * total,), (total,), (n, longest), (n, 16)}
     assert pickle.loads(pickle.dumps(shapes)) == shapes
     with io.BytesIO() as file:
@@ -284,7 +284,7 @@ def test_shapes_are_values_that_ranks_exchange() -> None:
 
 def test_empty_batches_and_wrong_lengths() -> None:
     empty = shapes_of({"items": torch.zeros(0, 5, dtype=torch.int64)}, [])
-    assert (empty.samples, empty.longest, empty.total) == (0, 0, 0)
+    assert (empty.samples, empty.longest) == (0, 0)
     assert verdict([[empty], []]) == (None, None)
     assert verdict([[empty], *observed(padded)]) == ("batch", None)
     for wrong in ([[1, 2]], [1.5], [-1], 3):

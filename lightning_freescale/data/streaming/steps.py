@@ -30,41 +30,15 @@ _FAILED = b"!"  # sent instead of samples; it is no valid pickle
 
 @dataclass(frozen=True)
 class StreamStep:
-    """The description of one step, the same on all ranks except for ``state``.
+    """The description of one step, the same on all ranks except for ``state``."""
 
-    Attributes:
-        step: number of the step in the epoch.
-        counts: samples per rank.
-        costs: cost per rank, shape ``[ranks]``.
-        weights: weight per rank in the mean loss, shape ``[ranks]``.
-        most_parts: the largest possible number of micro-batches of each rank.
-        unbalanced_costs: cost of each rank's batch as read, shape ``[ranks]``.
-        state: the state of the rank's stream after the step.
-        lower_bound: lower bound of the imbalance over all assignments of the step's samples.
-        dominated: whether a single sample costs more than the mean rank.
-    """
-
-    step: int
-    counts: list[int]
-    costs: NDArray[np.float64]
-    weights: NDArray[np.float64]
-    most_parts: list[int]
-    unbalanced_costs: NDArray[np.float64]
-    state: dict[str, Any]
-    lower_bound: float
-    dominated: bool
-
-    @property
-    def balance(self) -> StepBalance:
-        """The imbalance of the step with and without the assignment."""
-        return StepBalance(
-            unbalanced=load_imbalance(self.unbalanced_costs),
-            balanced=load_imbalance(self.costs),
-            lower_bound=self.lower_bound,
-            dominated=self.dominated,
-            tokens_imbalance=None,
-            cost=float(self.costs.sum()),
-        )
+    step: int  # number of the step in the epoch
+    counts: list[int]  # samples per rank
+    costs: NDArray[np.float64]  # cost per rank, shape [ranks]
+    weights: NDArray[np.float64]  # weight per rank in the mean loss, shape [ranks]
+    most_parts: list[int]  # the largest possible number of micro-batches of each rank
+    balance: StepBalance  # imbalance of the step with and without the assignment
+    state: dict[str, Any]  # of the rank's stream after the step
 
 
 @dataclass(eq=False)
@@ -90,11 +64,6 @@ class AssignedSteps:
         self._queue = np.empty((4, 0))
         self._own_numbers: deque[int] = deque()  # the numbers of this rank's samples in the queue, in its order
         self._rounds = self._step = 0
-
-    @staticmethod
-    def row_width(batch_size: int) -> int:
-        """Return the length of a rank's row in a round: the number of samples, their costs, and their weights."""
-        return 1 + 2 * batch_size
 
     def __iter__(self) -> Iterator[tuple[list[Any], NDArray[np.float64], StreamStep]]:
         """Yield this rank's samples of a step, their costs and weights, shape ``[2, samples]``, and the step."""
@@ -137,7 +106,7 @@ class AssignedSteps:
     def _share_round(self, numbers: Any) -> NDArray[np.int64]:
         """Append the samples of all ranks in this round to the queue; return their number on each rank."""
         size = self.batch_size
-        row = np.zeros(self.group.width)
+        row = np.zeros(self.group.width)  # the number of samples, their costs, and their weights
         row[0] = len(numbers)
         row[1 : 1 + len(numbers)] = self.reader.costs(numbers)
         row[1 + size :][: len(numbers)] = self.reader.weights(numbers)
@@ -165,13 +134,18 @@ class AssignedSteps:
         return StreamStep(
             step=self._step - 1,
             counts=np.bincount(rank_of_sample, minlength=size).tolist(),
-            costs=_sum_per_rank(rank_of_sample, batch[_COST], size),
+            costs=(costs := _sum_per_rank(rank_of_sample, batch[_COST], size)),
             weights=_sum_per_rank(rank_of_sample, batch[_WEIGHT], size),
             most_parts=[most_parts(batch[_WEIGHT, rank_of_sample == rank]) for rank in range(size)],
-            unbalanced_costs=_sum_per_rank(contiguous_split(batch.shape[1], size), batch[_COST], size),
+            balance=StepBalance(
+                unbalanced=load_imbalance(_sum_per_rank(contiguous_split(batch.shape[1], size), batch[_COST], size)),
+                balanced=load_imbalance(costs),
+                lower_bound=assignment.lower_bound,
+                dominated=assignment.dominated,
+                tokens_imbalance=None,
+                cost=float(costs.sum()),
+            ),
             state=self._state_dict(),
-            lower_bound=assignment.lower_bound,
-            dominated=assignment.dominated,
         )
 
     def _state_dict(self) -> dict[str, Any]:

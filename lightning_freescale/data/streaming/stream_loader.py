@@ -217,8 +217,7 @@ class BalancedStreamLoader:
         if state is not None and "parts" in self._resume:
             source = RemainingParts(self._source, self._resume["parts"])
         reader = StreamReader(source, self.cost_fn, self.weight_fn, self.epoch, seed, state and state["reader"])
-        row_width = AssignedSteps.row_width(self.batch_size)
-        group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, row_width)
+        group = StreamGroup(self.rank, self.world_size, self.group if self.world_size > 1 else None, 1 + 2 * self.batch_size)
         steps = AssignedSteps(reader, group, self.batch_size, self.assign_fn, self.drop_last, state)
         return group.report_failure(self._collate(reader, steps))
 
