@@ -43,10 +43,12 @@ class BatchShapes:
 
     @property
     def samples(self) -> int:
+        """The number of samples."""
         return len(self.lengths)
 
     @property
     def longest(self) -> int:
+        """The length of the longest sample; 0 for an empty batch."""
         return max(self.lengths, default=0)
 
 

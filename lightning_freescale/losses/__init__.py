@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -79,71 +79,50 @@ def catalogue_cross_entropy(
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
-class Positions(Protocol):
-    """The positions of all ranks in one call of a loss."""
+class Positions:
+    """The positions of all ranks in one call of a loss: those of this rank, unless a subclass has others."""
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors of all ranks, concatenated by rank: shape ``[positions, ...]`` each. Collective."""
+        return tensors
 
     def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start to send each rank the values of its positions, shape ``[positions, ...]``. Collective.
 
         The result waits and returns the values from all shards: shape ``[shards, positions of this rank, ...]``.
         """
+        return lambda: values[None]
 
 
-class CatalogueRows(Protocol):
-    """The rows of a catalogue on this rank."""
+class CatalogueRows:
+    """The rows of a catalogue on this rank: the whole weight, unless a subclass has a part of it."""
 
-    items: int  # number of items in the whole catalogue
-    weight: Tensor  # rows on this rank, shape [rows, dim]
-    trained: Tensor  # tensor that autograd differentiates: the whole weight, or an empty one that requires a gradient
-    excluded: Tensor | None  # indices in weight of rows that are not items, int64
+    excluded: Tensor | None = None  # indices in weight of rows that are not items, int64
+
+    def __init__(self, weight: Tensor) -> None:
+        self.items = len(weight)  # number of items in the whole catalogue
+        self.weight = weight  # rows on this rank, shape [rows, dim]
+        self.trained = weight  # what autograd differentiates; in a subclass an empty tensor that requires a gradient
 
     def positions(self, count: int) -> Positions:
         """Return the positions of all ranks; this rank has ``count`` of them. Collective."""
+        return Positions()
 
     def places(self, items: Tensor) -> Tensor:
         """Return the index in ``weight`` of each item, int64; negative for items of other ranks."""
-
-    def select(self, by_item: Tensor) -> Tensor:
-        """Return the entries of a tensor of shape ``[items]`` for the rows of ``weight``: shape ``[rows]``."""
-
-    def spread(self, by_row: Tensor) -> Tensor:
-        """Return a tensor of shape ``[items]`` with ``by_row`` at the items of ``weight`` and zeros elsewhere."""
-
-    def take_gradient(self, gradient: Tensor) -> Tensor | None:
-        """Store the gradient of ``weight`` and return the gradient of ``trained``."""
-
-
-class _WholeRows:
-    excluded: Tensor | None = None
-
-    def __init__(self, weight: Tensor) -> None:
-        self.items, self.weight, self.trained = len(weight), weight, weight
-
-    def positions(self, count: int) -> Positions:
-        return _OwnPositions()
-
-    def places(self, items: Tensor) -> Tensor:
         return items
 
     def select(self, by_item: Tensor) -> Tensor:
+        """Return the entries of a tensor of shape ``[items]`` for the rows of ``weight``: shape ``[rows]``."""
         return by_item
 
     def spread(self, by_row: Tensor) -> Tensor:
+        """Return a tensor of shape ``[items]`` with ``by_row`` at the items of ``weight`` and zeros elsewhere."""
         return by_row
 
-    def take_gradient(self, gradient: Tensor) -> Tensor:
+    def take_gradient(self, gradient: Tensor) -> Tensor | None:
+        """Store the gradient of ``weight`` and return the gradient of ``trained``."""
         return gradient
-
-
-class _OwnPositions:
-    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
-    def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        return lambda: values[None]
 
 
 def _catalogue_rows(table: Tensor | nn.Module) -> CatalogueRows:
@@ -154,7 +133,7 @@ def _catalogue_rows(table: Tensor | nn.Module) -> CatalogueRows:
     if isinstance(found, Tensor):
         if found.dim() != 2 or not len(found):
             raise ValueError(f"catalogue_cross_entropy got a table of shape {list(found.shape)}. Pass [items, dim].")
-        return _WholeRows(found)
+        return CatalogueRows(found)
     rows: CatalogueRows = found
     return rows
 

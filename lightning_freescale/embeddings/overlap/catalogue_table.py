@@ -19,6 +19,7 @@ from torchrec.distributed.comm_ops import get_gradient_division
 from lightning_freescale.embeddings.collections import Table
 from lightning_freescale.embeddings.overlap.collection import OverlappedCollection
 from lightning_freescale.embeddings.shards import ShardedTables
+from lightning_freescale.losses import CatalogueRows, Positions
 
 _ROWS_AT_ONCE = 2**18
 """The number of rows in one lookup for a copy of the whole table."""
@@ -125,15 +126,14 @@ class CatalogueTable:
         self._part.add_gradient(self.index, gradient.div_(self._tables.group.size()) if get_gradient_division() else gradient)
 
 
-class CatalogueShard:
-    """This rank's rows of a table, or of its items from ``start`` to ``stop - 1``; see :class:`.CatalogueRows`."""
+class CatalogueShard(CatalogueRows):
+    """This rank's rows of a table, or of its items from ``start`` to ``stop - 1``."""
 
     def __init__(self, table: CatalogueTable, start: int = 0, stop: int | None = None) -> None:
         self._table, self._start = table, start
         stop = table.table.rows if stop is None else stop
         self.items, self.weight = stop - start, table.weight
         self.trained = torch.empty(0, device=self.weight.device, requires_grad=table.trains)
-        self.excluded: Tensor | None = None
         if self.items < table.table.rows:
             device = self.weight.device
             others = torch.cat([torch.arange(start, device=device), torch.arange(stop, table.table.rows, device=device)])
@@ -150,11 +150,9 @@ class CatalogueShard:
         return self._table.places(items + self._start)
 
     def select(self, by_item: Tensor) -> Tensor:
-        """Return the values of a tensor of all items for the rows of ``weight``; values of excluded rows are undefined."""
-        return by_item[self._places_of_rows]
+        return by_item[self._places_of_rows]  # values of excluded rows are undefined
 
     def spread(self, by_row: Tensor) -> Tensor:
-        """Return a tensor of all items with the values ``by_row`` for the items of this rank, zeros elsewhere."""
         return by_row.new_zeros(self.items).index_add_(0, self._places_of_rows, by_row)
 
     def take_gradient(self, gradient: Tensor) -> None:
@@ -165,8 +163,8 @@ class CatalogueShard:
         return (self._table.ids - self._start).clamp_(0, self.items - 1)
 
 
-class RankPositions:
-    """The positions of all ranks in one call of a loss; see :class:`.Positions`."""
+class RankPositions(Positions):
+    """The positions of all ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
         self._group, self._device, self._count, self.rank = group, device, count, group.rank()
@@ -175,7 +173,6 @@ class RankPositions:
         self.counts: list[int] = counts[:, 0].tolist()
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the concatenated tensors of all ranks, sent in one message. Collective."""
         flat = [each.detach().reshape(self._count, each.shape[1:].numel()).contiguous() for each in tensors]
         octets = torch.cat([each.view(torch.uint8) for each in flat], dim=1).to(self._device)
         most, width = max(self.counts), octets.shape[1]
@@ -189,7 +186,6 @@ class RankPositions:
         return tuple(each.contiguous().view(like.dtype).view(-1, *like.shape[1:]) for each, like in found)
 
     def to_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start to send each rank the values of its positions. Collective."""
         width, ranks = values.shape[1:].numel(), len(self.counts)
         sent = values.contiguous().to(self._device).view(-1)
         came = sent.new_empty(ranks * self._count * width)

@@ -27,7 +27,6 @@ from lightning_freescale.embeddings.overlap.row_requests import RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import (
     FAREWELL,
-    ExchangeObserver,
     ExchangeWorker,
     LaunchOrder,
     RowTransport,
@@ -97,10 +96,9 @@ class OverlappedCollection:
                 found[table.key.removesuffix(".weight")] = ids[order], counts
         return found
 
-    def observe(self, observer: ExchangeObserver) -> None:
-        self._worker.observer = observer
-        for transport in self._transports:
-            transport.observer = observer
+    def observe(self, timeline: Any) -> None:
+        for each in (self._worker, *self._transports):
+            each.observer = timeline
 
     # -- a step
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import compress, count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,12 +43,8 @@ class LaunchOrder:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._numbers, self._launched = count(), 0
+        self.numbers, self._launched = count(), 0  # rank 0 draws the numbers and sends them to the others
         self._failure = ""
-
-    def draw(self) -> int:
-        """Return the next number. Only rank 0 calls this; it sends the number to the others."""
-        return next(self._numbers)
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
@@ -86,26 +82,6 @@ FAREWELL = timedelta(seconds=2)
 """How long a rank that has finished its exchanges waits for the others."""
 
 
-class ExchangeObserver(Protocol):
-    """The part of a timeline that records exchanges and waits for rows."""
-
-    @property
-    def recording(self) -> bool:
-        """Whether it records anything now."""
-
-    def stamp(self) -> Any:
-        """Return a time stamp."""
-
-    def awaited(self, name: str, arrived: Any) -> AbstractContextManager[Any]:
-        """Record the context as a wait for others, by a rank that finished its own part at ``arrived``.
-
-        The context yields a record whose ``done`` takes the stamp of the end of that collective, or None.
-        """
-
-    def background_collective(self, name: str, moved: int) -> AbstractContextManager[None]:
-        """Record the context as a collective of another thread that moves ``moved`` bytes."""
-
-
 def new_group(name: str, transport: str, timeout: timedelta | None, ranks: list[int] | None = None) -> Any:
     """Create a process group for the messages of one collection. Collective."""
     return dist.new_group(ranks, backend=BACKEND, timeout=timeout, pg_options=OverlapOptions(transport, name=name))
@@ -129,7 +105,7 @@ class RowTransport:
         near: bool = False,
     ) -> None:
         self.rank, self.ranks, self.wire, self.device = group.rank(), group.size(), wire, device
-        self.observer: ExchangeObserver | None = None
+        self.observer: Any = None  # the Timeline that records exchanges, if there is one
         self.statistics, self._group, self._order = statistics, group, order
         self._far, self._near = far, near
 
@@ -189,7 +165,7 @@ class RowTransport:
         if self._order is None:
             return nullcontext()
         first, others = self.rank == 0, [0, *[1] * (self.ranks - 1)]
-        number = torch.full((self.ranks - 1 if first else 1,), self._order.draw() if first else 0)
+        number = torch.full((self.ranks - 1 if first else 1,), next(self._order.numbers) if first else 0)
         sent, came = (number, number.new_empty(0)) if first else (number.new_empty(0), number)
         none = [0] * self.ranks
         gives, gets = (others, none) if first else (none, [1, *none[1:]])
@@ -200,7 +176,8 @@ class RowTransport:
         if self.observer is None or not self.observer.recording:
             return nullcontext()
         moved = max(sum(sizes) - sizes[self.rank] for sizes in (gives, gets))
-        return self.observer.background_collective("embedding exchange", 4 * moved)
+        recorded: AbstractContextManager[None] = self.observer.background_collective("embedding exchange", 4 * moved)
+        return recorded
 
 
 class _JobDone(NamedTuple):
@@ -229,7 +206,7 @@ class ExchangeWorker(WorkerThread):
     ) -> None:
         super().__init__(f"freescale-{path}")
         self.error: Exception | None = None
-        self.observer: ExchangeObserver | None = None
+        self.observer: Any = None  # the Timeline that records waits for rows, if there is one
         self._arrived: Any = None
         self._path, self._statistics, self._order, self._hops = path, statistics, order, hops
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

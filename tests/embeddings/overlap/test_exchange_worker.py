@@ -98,7 +98,7 @@ def test_all_ranks_launch_in_one_order() -> None:
 
 def test_turns_are_taken_by_number() -> None:
     order, taken = LaunchOrder(timedelta(seconds=30)), []
-    numbers = [order.draw() for _ in range(5)]
+    numbers = [next(order.numbers) for _ in range(5)]
 
     def launch(number: int) -> None:
         with order.turn(number):
@@ -122,7 +122,7 @@ def test_a_turn_that_does_not_come_is_an_error_in_time() -> None:
 def test_who_waits_for_a_collection_that_has_failed_hears_of_it() -> None:
     order, device = LaunchOrder(timedelta(minutes=5)), torch.device("cpu")
     items, tags = (ExchangeWorker(path, device, ExchangeStatistics(), order) for path in ("items", "tags"))
-    order.draw()  # for items, which does not launch
+    next(order.numbers)  # for items, which does not launch
 
     def launch(number: int) -> None:
         with order.turn(number):
@@ -132,7 +132,7 @@ def test_who_waits_for_a_collection_that_has_failed_hears_of_it() -> None:
         time.sleep(0.2)
         raise OSError("no memory")
 
-    waiting, failed = tags.submit(launch, order.draw()), items.submit(fail)
+    waiting, failed = tags.submit(launch, next(order.numbers)), items.submit(fail)
     assert "no memory" in str(failed.exception(30)) and "no memory" in str(waiting.exception(30))
     assert items.stop(30) and tags.stop(30)
 
