@@ -13,8 +13,6 @@ from lightning_freescale.balance.cost import CostFit, CostModel, fit_coefficient
 from lightning_freescale.balance.solver.padded import padded_loads
 from lightning_freescale.balance.validation import Floats
 
-PARTED = 0.03
-"""Difference up to which predicted and measured imbalance agree."""
 _MIN_STEPS, _MIN_TIMES = 45, 10
 _MOST_TIMES = 4_000
 """Number of the newest times to fit. All ranks wait for the fit of rank 0."""

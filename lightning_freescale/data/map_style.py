@@ -1,21 +1,23 @@
-"""Map-style training data, the plan of its steps, and the progress of a run."""
+"""Map-style training data, the costs of its samples, the plan of its steps, and the progress of a run."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, MicroBatchSchedule
+from lightning_freescale.balance import BalancedSampler, BlockShuffle, Budget, CostModel, MicroBatchSchedule
 from lightning_freescale.balance.assign import AssignmentMode
+from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.forecast import in_mode, report_plans
 from lightning_freescale.balance.validation import non_negative
 from lightning_freescale.data.options import DataArguments
-from lightning_freescale.data.sample_costs import Refit, SampleCosts
 from lightning_freescale.data.validation import loss_weights, numbers_of_samples, refuse_options, refuse_unused, size_of
 
 _COMPARED_STEPS = 8
@@ -24,10 +26,23 @@ _WORTH_UNEQUAL = 1.01
 """The factor by which unequal counts must lower the bound, because they need more memory."""
 
 
-class MapStyleData(SampleCosts):
+@dataclass(frozen=True)
+class Refit:
+    """The result of a calibration."""
+
+    model: CostModel = field(default_factory=CostModel)  # for the plan: of cost="auto" before the first calibration
+    base: float = 0.0  # time of a rank's step besides its samples, in the units of the model
+
+
+class MapStyleData:
     """A map-style data set, the costs of its samples, and the plan of its steps.
 
     Attributes:
+        lengths: history lengths, shape ``[samples]``, or None.
+        costs: given costs, shape ``[samples]``.
+        calibrates: whether to fit costs during training.
+        refits: results of calibrations, by the first epoch that uses them.
+        costs_are_final: whether calibration has ended.
         padding: as in :class:`BalanceOptions`; ``"auto"`` until it is detected.
         padded_length: detected common length of all batches; None if unknown.
         counts_are_settled: whether the ranks have chosen between equal and unequal numbers of samples.
@@ -43,8 +58,11 @@ class MapStyleData(SampleCosts):
             dataset, size, lengths=given.lengths, target_counts=given.target_counts, cost=cost
         )
         lengths, target_counts = read.get("lengths", given.lengths), read.get("target_counts", given.target_counts)
-        lengths = None if lengths is None else non_negative("lengths", lengths, size)
-        super().__init__(given.without_data(), lengths, read.get("cost", given.cost), size)
+        self.lengths = lengths = None if lengths is None else non_negative("lengths", lengths, size)
+        self._given = given.without_data()
+        self.costs = self._given_costs(read.get("cost", given.cost), size)
+        self.calibrates = given.balances and given.has_auto_cost and lengths is not None
+        self._units: dict[CostModel, float] = {}
         self.dataset = dataset
         tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
         self.budget = _budget(given, tokens)
@@ -184,6 +202,67 @@ class MapStyleData(SampleCosts):
         """Whether the current epoch has a different number of steps than the next ones."""
         return self._sampler is not None and len(self._sampler) != self._sampler.steps_per_epoch
 
+    # -- costs
+
+    def costs_by(self, cost: Callable[..., Any], samples: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Return the costs of ``samples``, or of all samples, by another function of the lengths."""
+        known = self._lengths_of(samples)
+        return non_negative("cost(lengths)", cost(known), len(known))
+
+    def features(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return :func:`sample_features` of ``samples``."""
+        return sample_features(self._lengths_of(samples))
+
+    def base_in(self, epoch: int) -> float:
+        """Return the time of a rank's step besides its samples, in the units of the given costs; 0 if unknown."""
+        refit = self._refit_in(epoch)
+        return 0.0 if refit is None else refit.base * self._units_of(refit.model)
+
+    @property
+    def newest_refit(self) -> Refit:
+        """The result of the last calibration."""
+        return self.refits[max(self.refits)] if self.refits else Refit()
+
+    def costs_fact(self, epoch: int) -> str:
+        """Return a hash of the costs in the plan of an epoch."""
+        refit = self._refit_in(epoch)
+        costs = self.costs if refit is None else self.refitted_costs(refit.model)
+        return hashlib.sha256(costs.tobytes()).hexdigest()
+
+    def refitted_costs(self, model: CostModel) -> NDArray[np.float64]:
+        """Return the costs by a fitted model, in the units of the given costs."""
+        return self.costs_by(model) * self._units_of(model)
+
+    def refuses_refits(self, state: dict[str, Any]) -> bool:
+        """Return whether the given costs take precedence over those that the checkpoint's run has fitted."""
+        return bool(state["refits"]) and not self._given.has_auto_cost
+
+    def _given_costs(self, cost: Any, size: int) -> NDArray[np.float64]:
+        if isinstance(cost, str) and not self._given.has_auto_cost:
+            raise ValueError(f"FreeScaleDataModule(cost={cost!r}): pass 'auto', a function, or the costs")
+        if not isinstance(cost, str) and not callable(cost):
+            return non_negative("cost", cost, size)
+        if self.lengths is not None:
+            return self.costs_by(CostModel() if isinstance(cost, str) else cost)
+        raise ValueError(
+            "FreeScaleDataModule(lengths=None) cannot balance. Pass lengths=, the history length of every sample, or cost=, a "
+            "function of a sample or the costs"
+        )
+
+    def _units_of(self, model: CostModel) -> float:
+        """Return the factor from the units of a fitted model to those of the given costs."""
+        if model not in self._units:
+            fitted = float(self.costs_by(model).sum())
+            self._units[model] = float(self.costs.sum()) / fitted if fitted else 1.0
+        return self._units[model]
+
+    def _refit_in(self, epoch: int) -> Refit | None:
+        return self.refits.get(max((start for start in self.refits if start <= epoch), default=-1))
+
+    def _lengths_of(self, samples: NDArray[np.int64] | None) -> NDArray[np.float64]:
+        assert self.lengths is not None
+        return self.lengths if samples is None else self.lengths[samples]
+
     # -- resume
 
     def state_dict(self, epoch: int, batches: int, world_size: int) -> dict[str, Any]:
@@ -200,7 +279,13 @@ class MapStyleData(SampleCosts):
 
     def load_state_dict(self, state: dict[str, Any], rank: int, world_size: int) -> None:
         """Resume after the samples that the checkpoint's run has consumed. Raise a ValueError if the order differs."""
-        self.load_refits(state, same_ranks=state["ranks"] == world_size)
+        if state["refits"] and self.lengths is None:
+            raise ValueError("the checkpoint's costs were fitted to lengths. Pass lengths= to FreeScaleDataModule to resume it")
+        self.refits = {}
+        if not self.refuses_refits(state):
+            for epoch, values in state["refits"].items():
+                self.refits[epoch] = Refit(CostModel(**values["model"]), values["base"])
+            self.costs_are_final = state["costs_are_final"] and state["ranks"] == world_size
         self.know_padding(state)
         if state["batches"]:
             self._refuse_another_order(state, world_size)

@@ -249,12 +249,9 @@ def test_predicted_and_measured_imbalance() -> None:
     found, seconds = PredictedAndMeasured(), np.array([[2.0, 1.0], [1.0, 1.0]])
     found.add_steps(1, np.ones((2, 2)), seconds)
     assert (found.predicted, found.measured) == (pytest.approx(1.0), pytest.approx(3 / 2.5))
-    assert all(fact in found.text(0.0) for fact in ("1.000", "1.200", "2 steps of epoch 1", "differ by another 0.200"))
-    assert "differ" not in found.text(0.3), "single times scatter by as much"
+    assert all(fact in str(found) for fact in ("1.000 predicted", "1.200 measured", "2 steps of epoch 1"))
     found.add_steps(2, np.array([[2.0, 1.0]]), np.array([[2.0, 1.0]]))
-    assert found.steps == 1 and "differ" not in found.text(0.0), "an epoch of its own"
-    found.add_steps(2, np.array([[3.0, 1.0]]), np.array([[1.0, 1.0]]))
-    assert "differ by another -" in found.text(0.3)
+    assert found.steps == 1 and found.predicted == found.measured, "an epoch of its own"
 
 
 class Sleeper(Timed):

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_freescale._lightning.loops import Trainer, rank_zero_info, rank_zero_warn
 from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._runtime.object_gather import gather_bytes
-from lightning_freescale.balance.calibration import PARTED, Calibration, imbalance_by_true_costs
+from lightning_freescale.balance.calibration import Calibration, imbalance_by_true_costs
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit
 from lightning_freescale.profiling.analysis.breakdown import attribute
@@ -93,33 +92,24 @@ class PredictedAndMeasured:
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.steps = epoch, 0
-        self._seconds, self._ranks = 0.0, 1
+        self._seconds = 0.0
         self.predicted = self.measured = 1.0
 
     def add_steps(self, epoch: int, predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
         """Add steps of an epoch: predicted load (any unit) and compute of each rank, both of shape ``[steps, ranks]``."""
         if epoch != self.epoch:
             self._start_epoch(epoch)
-        self.steps, self._ranks = self.steps + len(seconds), seconds.shape[1]
+        self.steps += len(seconds)
         before, mean = self._seconds, seconds.mean(axis=1)
         self._seconds += float(mean.sum())
         of_step = predicted.max(axis=1) / np.maximum(predicted.mean(axis=1), 1e-300)
         self.predicted = (self.predicted * before + float(of_step @ mean)) / self._seconds
         self.measured = (self.measured * before + float(seconds.max(axis=1).sum())) / self._seconds
 
-    def text(self, scatter: float) -> str:
-        """Return both as text. Mention a difference that ``scatter``, the median relative error of times, does not explain."""
-        figures = f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured"
-        # expected maximum of as many normal numbers with a known median absolute deviation (Blom 1958)
-        jitter = 1.4826 * scatter * NormalDist().inv_cdf((self._ranks - 0.375) / (self._ranks + 0.25))
-        text = f"{figures} in {self.steps} steps of epoch {self.epoch}; jitter of single times explains {jitter:.3f}"
-        apart = self.measured - self.predicted
-        apart -= min(max(apart, 0.0), jitter)
-        if abs(apart) <= PARTED:
-            return text
-        return text + (
-            f". They differ by another {apart:.3f}: some ranks may always be slower, or no CostModel explains the costs. "
-            "BubbleProfiler() shows the cause"
+    def __str__(self) -> str:
+        return (
+            f"imbalance {self.predicted:.3f} predicted, {self.measured:.3f} measured in {self.steps} steps of epoch "
+            f"{self.epoch}. BubbleProfiler() shows the cause of a difference"
         )
 
 
@@ -134,7 +124,7 @@ class CostCalibrator:
         self._lag = 0 if times.on_host else LAG
         self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, planned cost
         self._found = PredictedAndMeasured()
-        self._logged_fit, self._scatter = False, 0.0
+        self._logged_fit = False
         self._reported_slow: set[int] = set()
         self.stopped = self._costs.costs_are_final
         """Whether measuring has ended."""
@@ -156,7 +146,7 @@ class CostCalibrator:
     def end_training(self) -> None:
         """Log the predicted and the measured imbalance, unless they were logged with the final costs."""
         if not self.stopped and self._found.steps and self.trainer.is_global_zero:
-            rank_zero_info(f"strategy 'freescale': {self._found.text(self._scatter)}")
+            rank_zero_info(f"strategy 'freescale': {self._found}")
 
     def _exchange(self, sampler: Any, ended: int) -> None:
         """Gather ``ended`` steps of all ranks, fit on rank 0, and use the fit on all ranks from the next epoch on."""
@@ -213,7 +203,6 @@ class CostCalibrator:
         return imbalance(used), imbalance(fitted)
 
     def _log(self, fit: CostFit, imbalance_current: float, imbalance_fitted: float, sampler: Any) -> None:
-        self._scatter = fit.residual
         scalars = {
             "freescale/calibration/residual": fit.residual,
             "freescale/calibration/imbalance_current": imbalance_current,
@@ -231,7 +220,7 @@ class CostCalibrator:
                 f"made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass cost=CostModel()"
             )
         if self._calibration.frozen:
-            rank_zero_info(f"strategy 'freescale': the costs are final. Measuring has ended: {self._found.text(self._scatter)}")
+            rank_zero_info(f"strategy 'freescale': the costs are final. Measuring has ended: {self._found}")
         for rank, times in fit.slow_ranks().items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)
