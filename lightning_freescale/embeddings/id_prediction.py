@@ -1,4 +1,7 @@
-"""Predict the ids of the next batch: find the path to the ids in a batch, follow it in the next batch, and compare ids."""
+"""Predict the ids of the next batch: find the path to the ids in a batch, follow it in the next batch, and compare ids.
+
+Lookups have no weights here, see :func:`.without_weights`. Those of a batch are ignored.
+"""
 
 from __future__ import annotations
 
@@ -68,21 +71,14 @@ def same_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _find_tensors(nodes: list[tuple[Steps, Any]], features: KeyedJaggedTensor) -> KJTPath | None:
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        return None  # built from more than three tensors
-    needed = {"values": features.values()}
-    if features.weights_or_none() is not None:
-        needed["weights"] = features.weights()
-    tensors = {name: _find_tensor(nodes, tensor) for name, tensor in needed.items()}
+        return None  # built from more than two tensors
+    values = _find_tensor(nodes, features.values())
     # the model passes either lengths or offsets, and TorchRec computes the other, which is in no batch
     for name, tensor in (("lengths", features.lengths_or_none()), ("offsets", features.offsets_or_none())):
         steps = None if tensor is None else _find_tensor(nodes, tensor)
-        if steps is not None:
-            tensors[name] = steps
-            break
-    else:
-        return None
-    found = tuple((name, steps) for name, steps in tensors.items() if steps is not None)
-    return KJTPath(None, tuple(features.keys()), found) if len(found) == len(tensors) else None
+        if values is not None and steps is not None:
+            return KJTPath(None, tuple(features.keys()), (("values", values), (name, steps)))
+    return None
 
 
 def _find_ids(nodes: list[tuple[Steps, Any]], features: EmbeddingIds) -> KJTPath | None:
@@ -128,8 +124,7 @@ def _first(nodes: list[tuple[Steps, Any]], wanted: Callable[[Any], bool]) -> Ste
 def _same_tensors(a: KeyedJaggedTensor, b: KeyedJaggedTensor) -> bool:
     lengths, offsets = (a.lengths_or_none(), b.lengths_or_none()), (a.offsets_or_none(), b.offsets_or_none())
     jagged = any(x is not None and same_memory(x, y) for x, y in (lengths, offsets))
-    both = ((a.values(), b.values()), (a.weights_or_none(), b.weights_or_none()))
-    return jagged and a.keys() == b.keys() and all(same_memory(x, y) for x, y in both)
+    return jagged and a.keys() == b.keys() and same_memory(a.values(), b.values())
 
 
 def _at(batch: Any, steps: Steps) -> Any:
@@ -163,7 +158,7 @@ class KJTSnapshot:
         self._writes = self._count_writes()
 
     def matches(self, passed: KeyedJaggedTensor) -> bool:
-        """Return whether ``passed`` has the same features, lengths, ids and weights in the same order.
+        """Return whether ``passed`` has the same features, lengths and ids in the same order.
 
         On CUDA, tensors with the same memory need no comparison. The result is False if the originals were changed in place.
         Otherwise the host waits for the comparison.
@@ -180,17 +175,15 @@ class _FeatureTensors:
         self.inverse = None if inverse is None else inverse[1]
         strides = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
         self.structure = (tuple(features.keys()), strides, () if inverse is None else tuple(inverse[0]))
-        self.values, self.weights = features.values(), features.weights_or_none()
-        self.lengths, self.offsets = features.lengths_or_none(), features.offsets_or_none()
+        self.values, self.lengths, self.offsets = features.values(), features.lengths_or_none(), features.offsets_or_none()
 
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.values, self.weights, self.lengths, self.offsets, self.inverse) if t is not None]
+        return [t for t in (self.values, self.lengths, self.offsets, self.inverse) if t is not None]
 
     def same(self, other: _FeatureTensors) -> bool:
         return (
             self.structure == other.structure
             and _same(self.values, other.values)
-            and _same(self.weights, other.weights)
             and self._same_jagged(other)
             and _same(self.inverse, other.inverse)
         )
@@ -215,14 +208,12 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    weights, lengths, offsets = features.weights_or_none(), features.lengths_or_none(), features.offsets_or_none()
-    inverse = features.inverse_indices_or_none()
+    lengths, offsets, inverse = features.lengths_or_none(), features.offsets_or_none(), features.inverse_indices_or_none()
     return KeyedJaggedTensor(
         features.keys(),
         features.values().clone(),
-        None if weights is None else weights.clone(),
-        None if lengths is None else lengths.clone(),
-        None if offsets is None else offsets.clone(),
+        lengths=None if lengths is None else lengths.clone(),
+        offsets=None if offsets is None else offsets.clone(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
         inverse_indices=None if inverse is None else (inverse[0], inverse[1].clone()),
     )

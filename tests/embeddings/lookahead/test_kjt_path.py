@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.id_prediction import find_path, follow_path
+from lightning_freescale.embeddings.overlap.module_forward import without_weights
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from tests.helpers.jagged import KEYS, LABEL, make_features, rewrapped, same_features
 
@@ -70,7 +71,7 @@ def test_the_object_itself(kind: str) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_another_object_over_the_same_memory(weighted: bool, offsets: bool) -> None:
     here, there = make_features(0, weighted, offsets), make_features(1)
-    path = find_path({"wrong": make_features(3, weighted, offsets), "ids": here}, rewrapped(here))
+    path = find_path({"wrong": make_features(3, weighted, offsets), "ids": here}, without_weights(rewrapped(here)))
     assert path is not None and path.whole is not None
     assert follow_path({"wrong": here, "ids": there}, path) is there
     path = find_path({"other": rewrapped(here), "ids": here}, here)
@@ -78,15 +79,13 @@ def test_another_object_over_the_same_memory(weighted: bool, offsets: bool) -> N
     assert follow_path({"other": there, "ids": here}, path) is here, "the object itself comes first"
 
 
-def test_the_same_memory_under_other_keys_or_weights_is_another() -> None:
-    here = make_features(0, weighted=True)
-    values, weights, lengths = here.values(), here.weights(), here.lengths()
+def test_the_same_memory_under_other_keys_is_another() -> None:
+    here = make_features(0)
+    values, lengths = here.values(), here.lengths()
     for batch in (
-        KeyedJaggedTensor(["x", "y"], values, weights, lengths=lengths),
-        KeyedJaggedTensor(list(KEYS), values, lengths=lengths),
-        KeyedJaggedTensor(list(KEYS), values, weights.clone(), lengths=lengths),
-        KeyedJaggedTensor(list(KEYS), values, weights, lengths=lengths.clone()),
-        KeyedJaggedTensor(list(KEYS), values.clone(), weights, lengths=lengths),
+        KeyedJaggedTensor(["x", "y"], values, lengths=lengths),
+        KeyedJaggedTensor(list(KEYS), values, lengths=lengths.clone()),
+        KeyedJaggedTensor(list(KEYS), values.clone(), lengths=lengths),
     ):
         path = find_path({"ids": batch}, here)
         assert path is None or path.whole is None
@@ -95,23 +94,22 @@ def test_the_same_memory_under_other_keys_or_weights_is_another() -> None:
 # -- built in the step
 
 MADE: dict[str, Callable[..., KeyedJaggedTensor]] = {
-    "lengths": lambda values, jagged, weights: KeyedJaggedTensor(KEYS, values, weights, lengths=jagged),
-    "offsets": lambda values, jagged, weights: KeyedJaggedTensor(KEYS, values, weights, offsets=jagged),
-    "lengths sync": lambda values, jagged, weights: KeyedJaggedTensor.from_lengths_sync(KEYS, values, jagged, weights),
-    "offsets sync": lambda values, jagged, weights: KeyedJaggedTensor.from_offsets_sync(KEYS, values, jagged, weights),
+    "lengths": lambda values, jagged: KeyedJaggedTensor(KEYS, values, lengths=jagged),
+    "offsets": lambda values, jagged: KeyedJaggedTensor(KEYS, values, offsets=jagged),
+    "lengths sync": lambda values, jagged: KeyedJaggedTensor.from_lengths_sync(KEYS, values, jagged),
+    "offsets sync": lambda values, jagged: KeyedJaggedTensor.from_offsets_sync(KEYS, values, jagged),
 }
 
 
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_made_of_tensors_in_the_batch(kind: str, weighted: bool) -> None:
+def test_made_of_tensors_in_the_batch(kind: str) -> None:
     def batch(seed: int) -> dict[str, Any]:
-        features = make_features(seed, weighted)
+        features = make_features(seed)
         jagged = features.lengths() if kind.startswith("lengths") else features.offsets()
-        return {"label": LABEL, "inner": [features.values(), jagged], "weights": features.weights_or_none()}
+        return {"label": LABEL, "inner": [features.values(), jagged]}
 
     def step(batch: dict[str, Any]) -> KeyedJaggedTensor:
-        made = MADE[kind](*batch["inner"], batch["weights"])
+        made = MADE[kind](*batch["inner"])
         made.lengths(), made.offsets()  # computes them after the lookup
         return made
 
@@ -122,11 +120,10 @@ def test_made_of_tensors_in_the_batch(kind: str, weighted: bool) -> None:
     assert ids is not None and ids.keys() == KEYS and ids.keys() is not KEYS
     assert same_features(ids, step(there))
     assert ids.values() is there["inner"][0]
-    assert ids.weights_or_none() is there["weights"]
 
 
 def test_not_made_of_the_batch() -> None:
-    f, weighted = make_features(0), make_features(0, weighted=True)
+    f = make_features(0)
     values, lengths = f.values(), f.lengths()
     batches = {
         "no lengths": {"values": values},
@@ -138,8 +135,6 @@ def test_not_made_of_the_batch() -> None:
         "no tensor": {"values": values.numpy(), "lengths": lengths},
     }
     assert [name for name, batch in batches.items() if find_path(batch, f) is not None] == []
-    other_weights = {"values": weighted.values(), "lengths": weighted.lengths(), "weights": weighted.weights().clone()}
-    assert find_path(other_weights, weighted) is None
 
 
 def test_empty_tensors_are_found_as_themselves_only() -> None:

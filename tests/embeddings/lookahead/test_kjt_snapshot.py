@@ -13,31 +13,28 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale.embeddings.id_prediction import KJTSnapshot
 from tests.helpers.jagged import KEYS, copy_of, make_features, same_features
 
-PARTS = ("values", "weights", "lengths")
+PARTS = ("values", "lengths")
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_same_contents(weighted: bool, offsets: bool) -> None:
-    here = make_features(0, weighted, offsets)
-    for same in (here, copy_of(here), make_features(0, weighted, not offsets)):
+def test_same_contents(offsets: bool) -> None:
+    here = make_features(0, offsets=offsets)
+    for same in (here, copy_of(here), make_features(0, offsets=not offsets)):
         assert same_features(here, same)
-    for other in (make_features(1, weighted, offsets), make_features(0, not weighted, offsets)):
-        assert not same_features(here, other)
+    assert not same_features(here, make_features(1, offsets=offsets))
 
 
 def test_one_difference_is_enough() -> None:
-    f = make_features(0, weighted=True)
-    values, weights, lengths = f.values(), f.weights(), f.lengths()
+    f = make_features(0)
+    values, lengths = f.values(), f.lengths()
     assert not torch.equal(lengths, lengths.flip(0))
     others = {
-        "order of keys": KeyedJaggedTensor(KEYS[::-1], values, weights, lengths=lengths),
-        "keys": KeyedJaggedTensor([*KEYS, "more"], values, weights, lengths=lengths),
-        "values": KeyedJaggedTensor(KEYS, values.flip(0), weights, lengths=lengths),
-        "type": KeyedJaggedTensor(KEYS, values.int(), weights, lengths=lengths),
-        "weights": KeyedJaggedTensor(KEYS, values, weights + 1, lengths=lengths),
-        "lengths": KeyedJaggedTensor(KEYS, values, weights, lengths=lengths.flip(0)),
-        "shape": KeyedJaggedTensor(KEYS, values, weights, lengths=lengths.view(2, 3)),
+        "order of keys": KeyedJaggedTensor(KEYS[::-1], values, lengths=lengths),
+        "keys": KeyedJaggedTensor([*KEYS, "more"], values, lengths=lengths),
+        "values": KeyedJaggedTensor(KEYS, values.flip(0), lengths=lengths),
+        "type": KeyedJaggedTensor(KEYS, values.int(), lengths=lengths),
+        "lengths": KeyedJaggedTensor(KEYS, values, lengths=lengths.flip(0)),
+        "shape": KeyedJaggedTensor(KEYS, values, lengths=lengths.view(2, 3)),
     }
     assert [name for name, other in others.items() if same_features(f, other) or same_features(other, f)] == []
 
@@ -52,7 +49,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_changed_contents_are_no_match(how: str) -> None:
     for part in PARTS:
-        features = make_features(0, weighted=True)
+        features = make_features(0)
         features.values().add_(1)  # a change before the capture does not matter
         captured, before = KJTSnapshot(features), copy_of(features)
         assert captured.matches(features)
@@ -77,7 +74,7 @@ def test_what_was_captured_has_the_sizes_of_every_feature() -> None:
 
 def _kept(offsets: bool = False) -> KeyedJaggedTensor:
     """Return a snapshot on a device without NumPy views, where no copies are compared, as on CUDA."""
-    return make_features(0, weighted=True, offsets=offsets).to(torch.device("meta"))
+    return make_features(0, offsets=offsets).to(torch.device("meta"))
 
 
 def test_shared_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
