@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_freescale._torchrec import require_torchrec
-from lightning_freescale.data.sources import as_times, read_columns
+from lightning_freescale.data.sources import as_int64, as_times, read_columns
 
 Split = Literal["train", "validate", "test", "predict"]
 _HELD_OUT: dict[Split, int] = {"train": 2, "validate": 1, "test": 0, "predict": 0}
@@ -230,7 +230,7 @@ def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArr
         values = values.cast(pa.large_string())
     values = values.unify_dictionaries() if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     ids = values.chunk(0).dictionary
-    ids = _as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
+    ids = as_int64(ids, column, name) if pa.types.is_integer(kind) else ids.cast(pa.large_string())
     codes = [chunk.indices.to_numpy() for chunk in values.chunks]
     is_used = np.zeros(len(ids), dtype=bool)  # categories may have no row
     for of_chunk in codes:
@@ -240,15 +240,6 @@ def _dense(values: pa.ChunkedArray, column: int | str, name: str) -> tuple[NDArr
     places = np.empty(len(ids), dtype=np.int32)
     places[by_id] = np.arange(len(by_id), dtype=np.int32)
     return np.concatenate([places[of_chunk] for of_chunk in codes]), ids.take(pa.array(by_id)).to_numpy(zero_copy_only=False)
-
-
-def _as_int64(ids: pa.Array, column: int | str, name: str) -> pa.Array:
-    try:
-        return ids.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Map them to smaller ids"
-        ) from error
 
 
 def _by_user(

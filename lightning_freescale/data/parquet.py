@@ -108,14 +108,14 @@ class ParquetHistories:
                 sizes[name] += _bytes_of(file, self._names[name])
         name = min(sizes, key=sizes.__getitem__)
         for number in range(len(self._row_groups)):
-            yield _lengths(self._column(number, name), self._where(number, name))
+            yield _lengths(*self._column(number, name))
 
     def _read(self, number: int) -> dict[str, Ints]:
         first, end = self.first_users[number], self.first_users[number + 1]
         expected = np.diff(self.offsets[first : end + 1])
-        read = {"user": _integers(self._column(number, "user"), self._where(number, "user"))}
+        read = {"user": _integers(*self._column(number, "user"))}
         for name in ("item", "time"):
-            lists, where = self._column(number, name), self._where(number, name)
+            lists, where = self._column(number, name)
             unequal = np.flatnonzero(_lengths(lists, where) != expected)
             if unequal.size:
                 item, time = self._names["item"], self._names["time"]
@@ -129,18 +129,16 @@ class ParquetHistories:
         backwards = backwards[~np.isin(backwards + 1, ends)]  # except from one history to the next
         if backwards.size:
             row = np.searchsorted(ends, backwards[0], side="right")
-            raise ValueError(f"{self._where(number, 'time')}: row {row} goes back in time. Sort every history by time")
+            raise ValueError(f"{where}: row {row} goes back in time. Sort every history by time")
         self.reads += 1
         return read
 
-    def _column(self, number: int, name: str) -> Any:
-        path, inside = self._row_groups[number]
+    def _column(self, number: int, name: str) -> tuple[Any, str]:
+        """Return a column of a row group, and its name in errors."""
+        (path, inside), column = self._row_groups[number], self._names[name]
         with pyarrow.parquet.ParquetFile(path, metadata=self._files[path]) as file:
-            return file.read_row_group(inside, columns=[self._names[name]], use_threads=False).column(0).combine_chunks()
-
-    def _where(self, number: int, name: str) -> str:
-        path, inside = self._row_groups[number]
-        return f"column {self._names[name]!r} of row group {inside} of {path}"
+            values = file.read_row_group(inside, columns=[column], use_threads=False).column(0).combine_chunks()
+        return values, f"column {column!r} of row group {inside} of {path}"
 
 
 @dataclass(frozen=True)
@@ -218,9 +216,7 @@ def _bytes_of(file: Any, column: str) -> int:
 
 
 def _lengths(lists: Any, where: str) -> Ints:
-    if lists.null_count:
-        raise ValueError(f"{where} has {lists.null_count} missing values. Drop or fill these rows")
-    return np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False), dtype=np.int64)
+    return _integers(pc.list_value_length(lists), where)
 
 
 def _integers(values: Any, where: str) -> Ints:

@@ -295,8 +295,13 @@ def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[A
             f"column {column!r} of {name} has type {values.type}, such as {values[0]} in row 0, which is no time. Pass the "
             "column of times, or time=None if the rows of each user are in order"
         )
+    return np.asarray(as_int64(values, column, name).to_numpy())
+
+
+def as_int64(values: Any, column: int | str, name: str) -> Any:
+    """Return an Arrow array as 64-bit integers."""
     try:
-        return np.asarray(values.cast(pa.int64()).to_numpy())
+        return values.cast(pa.int64())
     except pa.ArrowInvalid as error:
         raise ValueError(f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Convert them") from error
 

@@ -84,11 +84,6 @@ class ShardedTables:
         on_gpu = isinstance(self.group, ProcessGroupFreeScale) and self.group.uses_nccl
         return self.device if on_gpu else torch.device("cpu")
 
-    @classmethod
-    def from_collections(cls, found: Sequence[tuple[Collection, Any]]) -> ShardedTables | None:
-        """Return the tables of collections that were sharded earlier; None if there are none or one is unsharded."""
-        return cls(found) if found and all(hasattr(module, "freescale_sharding") for _, module in found) else None
-
     def shards(self) -> Iterator[Shard]:
         """Yield every shard that this rank owns."""
         for collection, module in self.modules:
@@ -113,14 +108,7 @@ class ShardedTables:
 
     @torch.no_grad()
     def full_weight(self, path: str) -> Tensor:
-        """Return a copy of a whole table, shape ``[rows, dim]``, on every rank. Collective; drain first.
-
-        Args:
-            path: name in the module's state dict, with or without ``.weight``.
-
-        Raises:
-            ValueError: no sharded table has this name.
-        """
+        """Return a copy of a whole table on every rank, see :meth:`.TableStrategy.full_weight`. Collective; drain first."""
         keys = self.state_dict_keys()
         key = keys.get(path, keys.get(f"{path}.weight"))
         if key is None:

@@ -123,7 +123,8 @@ def _shard(
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.shards import ShardedTables
 
-    earlier, groups = ShardedTables.from_collections(found), None
+    earlier = ShardedTables(found) if all(hasattr(held, "freescale_sharding") for _, held in found) else None
+    groups = None
     lane = lane_of_tables(strategy)
     usable = earlier is not None and earlier.device == strategy.root_device and (earlier.torchrec_group is lane or not plain)
     if earlier is not None and usable and not fitting:
