@@ -21,12 +21,7 @@ from lightning_freescale.data.validation import loss_weight_fn, refuse_options, 
 
 
 class IterableData:
-    """An iterable data set, the costs of its samples, and their assignment to the ranks.
-
-    Attributes:
-        assignment_mode: mode of :func:`~lightning_freescale.balance.assign`.
-        micro_batches: numbers of micro-batches in the steps of this fit.
-    """
+    """An iterable data set, the costs of its samples, and their assignment to the ranks."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class IterableData:
         self.destroy_group()
         self._states: list[dict[str, Any]] = []  # one per rank of a checkpoint inside an epoch
         self._loader: BalancedStreamLoader | None = None
-        self.micro_batches = self._given.new_schedule()
+        self.micro_batches = self._given.new_schedule()  # numbers of micro-batches in the steps of this fit
 
     def loader(self, rank: int, world_size: int, epoch: int = 0, timeout: timedelta | None = None) -> BalancedStreamLoader:
         """Return the loader of a rank, which resumes from a loaded checkpoint. Collective."""

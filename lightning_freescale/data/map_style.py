@@ -35,20 +35,7 @@ class Refit:
 
 
 class MapStyleData:
-    """A map-style data set, the costs of its samples, and the plan of its steps.
-
-    Attributes:
-        lengths: history lengths, shape ``[samples]``, or None.
-        costs: given costs, shape ``[samples]``.
-        calibrates: whether to fit costs during training.
-        refits: results of calibrations, by the first epoch that uses them.
-        costs_are_final: whether calibration has ended.
-        padding: as in :class:`BalanceOptions`; ``"auto"`` until it is detected.
-        padded_length: detected common length of all batches; None if unknown.
-        counts_are_settled: whether the ranks have chosen between equal and unequal numbers of samples.
-        may_pad: whether steps may be planned for padded batches.
-        micro_batches: numbers of micro-batches in the steps of this fit.
-    """
+    """A map-style data set, the costs of its samples, and the plan of its steps."""
 
     def __init__(self, dataset: Dataset[Any], given: DataArguments) -> None:
         options, reduction = given.options, given.loss_reduction
@@ -60,8 +47,8 @@ class MapStyleData:
         lengths, target_counts = read.get("lengths", given.lengths), read.get("target_counts", given.target_counts)
         self.lengths = lengths = None if lengths is None else non_negative("lengths", lengths, size)
         self._given = given.without_data()
-        self.costs = self._given_costs(read.get("cost", given.cost), size)
-        self.calibrates = given.balances and given.has_auto_cost and lengths is not None
+        self.costs = self._given_costs(read.get("cost", given.cost), size)  # shape [samples]
+        self.calibrates = given.balances and given.has_auto_cost and lengths is not None  # whether costs are fitted
         self._units: dict[CostModel, float] = {}
         self.dataset = dataset
         tokens = lengths if options.tokens is None else non_negative("tokens", options.tokens, size)
@@ -70,7 +57,7 @@ class MapStyleData:
         default: AssignmentMode = "fixed" if self.budget is None else "free"
         self._mode = default if options.assignment_mode == "auto" else options.assignment_mode
         counted = given.balances and self.budget is None
-        self.may_pad = counted and self._mode != "zigzag"
+        self.may_pad = counted and self._mode != "zigzag"  # whether steps may be planned for padded batches
         if options.padding == "batch" and not self.may_pad:
             raise ValueError(
                 "BalanceOptions(padding='batch') assigns samples by length. It cannot be combined with batch_tokens=, "
@@ -101,16 +88,16 @@ class MapStyleData:
         """Forget an earlier fit."""
         self.seed = int(self._given.seed)  # checkpoints contain no numpy numbers
         self._resume: tuple[int, int, int | None, list[int] | None, list[Any]] = (0, 0, None, None, [])
-        self.refits: dict[int, Refit] = {}
-        self.costs_are_final = False
-        self.padding = self._given.options.padding
-        self.padded_length: int | None = None
-        self.counts_are_settled = False
+        self.refits: dict[int, Refit] = {}  # by the first epoch that uses them
+        self.costs_are_final = False  # whether calibration has ended
+        self.padding = self._given.options.padding  # "auto" until it is detected
+        self.padded_length: int | None = None  # detected common length of all batches
+        self.counts_are_settled = False  # whether the ranks have chosen between equal and unequal numbers of samples
         self._padded_steps: list[tuple[int, int, dict[str, Any]]] = []
         if self.padding == "batch":
             self._padded_steps.append((0, 0, self._padded_mode))
         self._sampler: BalancedSampler | None = None
-        self.micro_batches = self._given.new_schedule()
+        self.micro_batches = self._given.new_schedule()  # numbers of micro-batches in the steps of this fit
 
     @property
     def assignment_mode(self) -> str:

@@ -19,22 +19,16 @@ class ParameterGroups:
     Tables are updated during backward, so the constructor removes them from the optimizer. Its parameter groups continue to
     set the options of the tables. Checkpoints list all parameters in the user's order. The constructor raises a ValueError if
     no fused optimizer is equivalent to the user's optimizer.
-
-    Attributes:
-        optimizers: optimizer of each table while it is not frozen, by table key. Tables without an optimizer are missing.
-        in_backward: keys of the tables with an optimizer applied in backward.
-        step: number of optimizer steps so far.
-        updates: number of updates of each table, by table key.
     """
 
     def __init__(self, optimizer: Optimizer, sharding: TableSharding) -> None:
         key_of = {weight: key for key, weight in sharding.parameters.items()}
         names = {parameter: name for name, parameter in sharding.root.named_parameters()} | key_of
         self.root = sharding.root
-        self.step, self.updates = 0, sharding.updates
+        self.step, self.updates = 0, sharding.updates  # numbers of optimizer steps, and of updates of each table by its key
         self.tables = frozenset(sharding.parameters)
-        self.in_backward = frozenset(sharding.in_backward)
-        self.optimizers = dict(sharding.in_backward)
+        self.in_backward = frozenset(sharding.in_backward)  # keys of the tables with an optimizer applied in backward
+        self.optimizers = dict(sharding.in_backward)  # of each table while it is not frozen, by its key, if it has one
         self._optimizer = optimizer
         self._device, self._sparse_adam = sharding.device, sharding.sparse_adam
         self._stuck: dict[str, str] = {}  # the reason why a frozen table cannot be unfrozen

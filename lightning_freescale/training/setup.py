@@ -23,33 +23,23 @@ from lightning_freescale.comm.options import LazyGlooOptions
 from lightning_freescale.comm.shared_lane import shared_lane
 
 if TYPE_CHECKING:
-    from lightning_freescale.embeddings.collections import Collection
     from lightning_freescale.embeddings.overlap import OverlapEngine
     from lightning_freescale.embeddings.parameter_groups import ParameterGroups
     from lightning_freescale.embeddings.plain_embedding import EmbeddingChoice
-    from lightning_freescale.embeddings.sharding import TableSharding
+    from lightning_freescale.embeddings.sharding import Found, TableSharding
     from lightning_freescale.embeddings.shards import ShardedTables
     from lightning_freescale.profiling.recording.timeline import Timeline
     from lightning_freescale.training.table_step import TableStep
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
 """Which plain ``nn.Embedding`` modules to shard, see :func:`.choose_embeddings`."""
-Found: TypeAlias = "list[tuple[Collection, Any]]"
-"""The collections of a module, each with the module that is in its place now."""
 
 
 class TableStrategy:
-    """Base class of strategies with sharded tables: their options, and the users' access to the tables between steps.
+    """Base class of strategies with sharded tables: their options, and the users' access to the tables between steps."""
 
-    Attributes:
-        tables: the sharded tables; None if the module has none.
-        table_step: runs the steps of these tables; None outside of a run.
-        by_torchrec: whether TorchRec exchanges the rows of all tables.
-        no_overlap: why no exchange is overlapped, as a clause that names the option; empty if exchanges are overlapped.
-    """
-
-    tables: ShardedTables | None = None
-    table_step: TableStep | None = None
+    tables: ShardedTables | None = None  # None if the module has none
+    table_step: TableStep | None = None  # runs the steps of these tables; None outside of a run
     at_teardown: ExitStack
     # from the other base class of a subclass
     group_timeout: timedelta
@@ -80,9 +70,10 @@ class TableStrategy:
         """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
         if overlap not in (True, False, "torchrec"):
             raise ValueError(f"FreeScaleStrategy(overlap={overlap!r}): pass True, False or 'torchrec'")
-        self.by_torchrec = overlap == "torchrec"
-        overlaps = overlap and not self.by_torchrec
-        self.no_overlap = "" if overlaps else f"FreeScaleStrategy(overlap={overlap!r}) hides no exchange"
+        self.by_torchrec = overlap == "torchrec"  # whether TorchRec exchanges the rows of all tables
+        # why no exchange is overlapped, as a clause that names the option; empty if exchanges are overlapped
+        hides = overlap not in (False, "torchrec")
+        self.no_overlap = "" if hides else f"FreeScaleStrategy(overlap={overlap!r}) hides no exchange"
         if ids_of is not None and not callable(ids_of):
             raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function that maps a batch to a KeyedJaggedTensor")
         given = {"ids_of=...": ids_of is not None, f"split_backward={split_backward!r}": split_backward}
@@ -130,8 +121,8 @@ class TableStrategy:
 
     def drain(self) -> None:
         """Wait until the tables contain all updates of the steps so far. Call it on every rank before you read tables."""
-        if self.table_step is not None:
-            self.table_step.drain()
+        if self.engine is not None:
+            self.engine.drain()
 
     def writing_tables(self) -> AbstractContextManager[None]:
         """Return a context for writes to the tables. Enter it on every rank.
@@ -148,10 +139,6 @@ class TableStrategy:
         Trainer's loops for validation, test and prediction do not need it.
         """
         yield
-        self.serve_evaluation()
-
-    def serve_evaluation(self) -> None:
-        """Serve rows to the other ranks' lookups outside of steps until every rank has called this method. Collective."""
         if self.engine is not None:
             self.engine.serve_evaluation()
 

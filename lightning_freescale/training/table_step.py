@@ -34,7 +34,7 @@ class TableStep:
         step.step_done()                               # after optimizer.step()
 
     A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
-    training, only :meth:`drain`, :meth:`writing` and the engine are used, and ``groups`` is None. ``engine`` is None if
+    training, only :meth:`writing` and the engine are used, and ``groups`` is None. ``engine`` is None if
     TorchRec exchanges rows, and ``lookahead`` if no exchange is overlapped. With ``split_backward``, which may change between
     steps, backward computes the gradients of the dense weights last; with ``split_windows``, those of all micro-batches of a
     step.
@@ -197,16 +197,12 @@ class TableStep:
         if self._lookahead is not None:
             self._lookahead.give_up(reason)
 
-    def drain(self) -> None:
-        """Wait until all updates so far are in the tables. Collective. It may be called inside a step."""
-        if self.engine is not None:
-            self.engine.drain()
-
     def count_updates(self) -> None:
         """Drain, and count only the steps with a gradient as updates of a table. Collective between two steps."""
-        self.drain()
-        if self.engine is not None and self.groups is not None:
-            self.groups.uncount(self.engine.take_idle_steps())
+        if self.engine is not None:
+            self.engine.drain()
+            if self.groups is not None:
+                self.groups.uncount(self.engine.take_idle_steps())
 
     def writing(self) -> AbstractContextManager[None]:
         """Return a context for writes to the tables by other code. Enter it on every rank."""

@@ -63,15 +63,6 @@ class OverlapEngine:
     Raises:
         ValueError: ``wire`` is unknown, or ``hot_rows``, ``ranks_per_node``, ``dedup`` and the number of ranks do not fit
             together.
-
-    Attributes:
-        tables: the sharded tables.
-        clip_value: as the argument.
-        modules: the overlapped collections, by path.
-        collections: the groups of tables of one width and type, by the path of their collection, or by ``"path (dim 8)"`` or
-            ``"path (dim 8, FP16)"`` if it has several. A table that is split by columns is one table per part.
-        hot_routing: the options of hot rows and the costs of links; None if no row can be hot.
-        plain: the reasons why TorchRec exchanges the other collections, by path.
     """
 
     def __init__(
@@ -91,12 +82,14 @@ class OverlapEngine:
         self._wire = wire
         self.tables, self._steps = tables, 0
         self._nodes = None if ranks_per_node is None else Nodes(tables.group.size(), ranks_per_node)
-        self.hot_routing = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)
+        self.hot_routing = HotRouting.of(hot_rows, rerank_every_n_steps, self._nodes, dedup)  # None if no row can be hot
         self.clip_value, self._hold_gradients = clip_value, hold_gradients
         self._dedup, self._timeout, self._transport = dedup, timeout, transport
+        # the groups of tables of one width and type, by the path of their collection, or by "path (dim 8)" or "path (dim 8,
+        # FP16)" if it has several. A table that is split by columns is one table per part
         self.collections: dict[str, OverlappedCollection] = {}
-        self.modules: dict[str, ModuleForward] = {}
-        self.plain: dict[str, str] = {}
+        self.modules: dict[str, ModuleForward] = {}  # the overlapped collections, by path
+        self.plain: dict[str, str] = {}  # the reasons why TorchRec exchanges the other collections, by path
         self._in_window, self._steps_counted = False, 0
         self._totals_of_closed: list[dict[str, float]] = []
         layouts = [(collection, module, self._layouts(collection, module)) for collection, module in tables.modules]

@@ -16,26 +16,22 @@ from lightning_freescale.embeddings.overlap.transport import RowTransport
 class HotList:
     """The current list, equal on all ranks. The worker of the collection changes it when the ids of a step have arrived.
 
-    Attributes:
-        begun: whether any list had rows. The ranks of a node exchange messages from then on.
-        heat: the result of the last publication; None before the first.
-        rows: the keys of the rows in the list, see :meth:`RowLayout.keys`, and their decayed numbers of reads; on the host.
-        changed: whether ``rows`` is new. The training thread resets it.
-
     The owners publish the first list after an eighth of ``every_n_steps`` steps. The distance to the next list is the number of
     steps so far, but at most ``every_n_steps``. Micro-batches count as steps. A checkpoint does not contain the list, because
     results do not depend on it, up to rounding.
     """
 
-    begun = False
+    begun = False  # whether any list had rows: the ranks of a node exchange messages from then on
 
     def __init__(self, transport: RowTransport, local: LocalRows, rule: HotRowsRule, every_n_steps: int) -> None:
         self._transport, self._layout, self._rule = transport, local.layout, rule
         self._every = every_n_steps
-        self.heat: Heat | None = None
+        self.heat: Heat | None = None  # the result of the last publication
         self._counts = AccessCounts(local.count, rule.nodes, local.layout.device)
         self._keys = torch.empty(0, dtype=torch.int64, device=local.layout.device)
-        self.rows, self.changed = (torch.empty(0, dtype=torch.int64), torch.empty(0)), False
+        # the keys of the rows in the list, see RowLayout.keys, and their decayed numbers of reads; on the host
+        self.rows = torch.empty(0, dtype=torch.int64), torch.empty(0)
+        self.changed = False  # whether rows is new; the training thread resets it
         self._sizes = [0] * transport.ranks  # rows of the list by owner
         self._readers = torch.empty(0, device=local.layout.device)  # see _count_readers
         self._steps, self._next = 0, max(1, every_n_steps // 8)

@@ -57,15 +57,10 @@ class Nodes:
 
 
 class AccessCounts:
-    """The requests for the rows of one owner, each weighted by half per :meth:`decay` since. One thread calls the methods.
-
-    Attributes:
-        reads: the number of ranks that requested each row, float32 of shape ``[rows]``.
-        visits: the number of nodes with such a rank, float32 of shape ``[rows]``.
-        batches: the number of batches.
-    """
+    """The requests for the rows of one owner, each weighted by half per :meth:`decay` since. One thread calls the methods."""
 
     def __init__(self, rows: int, nodes: Nodes, device: torch.device) -> None:
+        # the numbers of ranks that requested each row, and of nodes with such a rank: float32 of shape [rows]
         self.reads, self.visits = torch.zeros(2, rows, device=device)
         self.batches, self._nodes = 0.0, nodes
 

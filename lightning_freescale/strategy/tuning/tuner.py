@@ -31,14 +31,11 @@ class Tuner:
 
     Creating it is collective. The strategy creates it at set-up and not at the start of training, where a failing hook of one
     rank would leave the other ranks waiting for a process group.
-
-    Attributes:
-        group: a gloo group of all ranks for measurements, so that they do not queue behind collectives of training. None for a
-            single rank.
     """
 
     def __init__(self, trainer: Trainer, timeline: Timeline, timeout: timedelta, at_teardown: ExitStack) -> None:
         self._trainer, self._timeline, self._at_teardown = trainer, timeline, at_teardown
+        # of all ranks, so that measurements do not queue behind collectives of training; None for a single rank
         self.group: dist.ProcessGroup | None = None
         self.autopilot: Autopilot | None = None
         self._times: ComputeTimes | None = None
