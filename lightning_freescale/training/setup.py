@@ -70,18 +70,29 @@ class TableStrategy:
         """Check and keep the options, see :class:`lightning_freescale.FreeScaleStrategy`."""
         if overlap not in (True, False, "torchrec"):
             raise ValueError(f"FreeScaleStrategy(overlap={overlap!r}): pass True, False or 'torchrec'")
+        if ids_of is not None and not callable(ids_of):
+            raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function that maps a batch to a KeyedJaggedTensor")
         self.by_torchrec = overlap == "torchrec"  # whether TorchRec exchanges the rows of all tables
         # why no exchange is overlapped, as a clause that names the option; empty if exchanges are overlapped
         hides = overlap not in (False, "torchrec")
         self.no_overlap = "" if hides else f"FreeScaleStrategy(overlap={overlap!r}) hides no exchange"
-        if ids_of is not None and not callable(ids_of):
-            raise TypeError(f"FreeScaleStrategy(ids_of={ids_of!r}): pass a function that maps a batch to a KeyedJaggedTensor")
-        given = {"ids_of=...": ids_of is not None, f"split_backward={split_backward!r}": split_backward}
-        for text in (text for text, is_given in given.items() if is_given and self.no_overlap):
-            raise ValueError(
-                f"FreeScaleStrategy({text}): {self.no_overlap}, so it has no effect. Remove one of the two options"
-            )
-        self._check_exchange(dedup, hot_rows, rerank_every_n_steps, wire)
+        ours = "TorchRec's exchange (overlap='torchrec') does not have this option" if self.by_torchrec else ""
+        cold = "no rows are hot (hot_rows=0)" if hot_rows == 0 else ""
+        given = {
+            "ids_of=...": (ids_of is not None, self.no_overlap),
+            f"split_backward={split_backward!r}": (split_backward, self.no_overlap),
+            f"hot_rows={hot_rows!r}": (hot_rows != "auto", ours),
+            f"rerank_every_n_steps={rerank_every_n_steps!r}": (rerank_every_n_steps != 200, ours or cold),
+            f"wire={wire!r}": (wire != "float32", ours),
+        }
+        for text in (text for text, (is_given, useless) in given.items() if is_given and useless):
+            raise ValueError(f"FreeScaleStrategy({text}) has no effect: {given[text][1]}. Remove one of the two options")
+        if hot_rows != "auto" or rerank_every_n_steps != 200 or wire != "float32":
+            from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
+            from lightning_freescale.embeddings.overlap.row_codec import wire_types
+
+            check_hot_rows(hot_rows, rerank_every_n_steps, dedup)
+            wire_types(wire)
         paths = [] if shard is None or shard == "auto" else shard
         if isinstance(paths, str) or not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
             example = f"[{shard!r}]" if isinstance(shard, str) else "['item_emb']"
@@ -90,29 +101,6 @@ class TableStrategy:
         self.overlap, self.dedup, self.ids_of, self.shard = not self.no_overlap, dedup, ids_of, shard
         self.split_backward, self.wire = split_backward, wire
         self.hot_rows_option, self.rerank_every_n_steps = hot_rows, rerank_every_n_steps
-
-    def _check_exchange(
-        self, dedup: bool, hot_rows: Literal["auto"] | int | float, every_n_steps: int, wire: str | Mapping[str, str]
-    ) -> None:
-        """Raise a ValueError for options of the exchange that are not allowed or have no effect."""
-        given = {f"hot_rows={hot_rows!r}": hot_rows != "auto", f"wire={wire!r}": wire != "float32"}
-        given[rerank := f"rerank_every_n_steps={every_n_steps!r}"] = every_n_steps != 200
-        for text in (text for text, is_given in given.items() if is_given and self.by_torchrec):
-            raise ValueError(
-                f"FreeScaleStrategy({text}, overlap='torchrec'): TorchRec's exchange does not have the first option, so it has "
-                "no effect. Remove one of the two options"
-            )
-        if hot_rows == 0 and every_n_steps != 200:
-            raise ValueError(
-                f"FreeScaleStrategy(hot_rows=0, {rerank}): no rows are hot, so the second option "
-                "has no effect. Remove one of the two options"
-            )
-        if any(given.values()):
-            from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
-            from lightning_freescale.embeddings.overlap.row_codec import wire_types
-
-            check_hot_rows(hot_rows, every_n_steps, dedup)
-            wire_types(wire)
 
     @property
     def engine(self) -> OverlapEngine | None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_freescale.balance.validation import non_negative
@@ -66,13 +68,9 @@ class StreamReader:
         self._hold(first, samples)
         return range(first, self.read)
 
-    def costs(self, numbers: Any) -> list[float]:
-        """Return the costs of held samples."""
-        return [self._held[int(number)][1] for number in numbers]
-
-    def weights(self, numbers: Any) -> list[float]:
-        """Return the weights of held samples in the mean loss."""
-        return [self._held[int(number)][2] for number in numbers]
+    def costs_and_weights(self, numbers: Iterable[int]) -> NDArray[np.float64]:
+        """Return the costs of held samples and their weights in the mean loss, shape ``[2, samples]``."""
+        return np.array([self._held[number][1:] for number in numbers]).reshape(-1, 2).T
 
     def pop_sample(self, number: int) -> Any:
         """Return a sample, and stop holding it."""

@@ -108,8 +108,7 @@ class AssignedSteps:
         size = self.batch_size
         row = np.zeros(self.group.width)  # the number of samples, their costs, and their weights
         row[0] = len(numbers)
-        row[1 : 1 + len(numbers)] = self.reader.costs(numbers)
-        row[1 + size :][: len(numbers)] = self.reader.weights(numbers)
+        row[1:].reshape(2, size)[:, : len(numbers)] = self.reader.costs_and_weights(numbers)
         table = self.group.gather_rows(row)
         counts = table[:, 0].astype(np.int64)
         costs, weights = table[:, 1 : 1 + size], table[:, 1 + size :]

@@ -35,14 +35,6 @@ class SomeRows:
 
 
 @dataclass(frozen=True)
-class PassingRows:
-    """Indices into the values of a batch, for rows that take two hops."""
-
-    places: Tensor  # of each row that the ranks of the node have asked this proxy for
-    late_places: Tensor  # of the rows of this rank that a proxy sends after the backward of the batch before
-
-
-@dataclass(frozen=True)
 class RequestedRows:
     """The rows of a batch that are exchanged; known after exchange A."""
 
@@ -58,7 +50,9 @@ class BatchRows:
     places: Tensor  # index into values for each id, shape [ids]
     awaited: SomeRows | None = None  # rows that the batch before updates and D sends; None if they were not compared
     late_places: Tensor | None = None  # indices into values for the awaited rows that an owner sends
-    passing: PassingRows | None = None  # None without hot rows
+    # with hot rows, indices into values for the rows that the ranks of the node have asked this proxy for, and for the awaited
+    # rows that a proxy sends
+    passing: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

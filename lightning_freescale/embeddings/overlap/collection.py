@@ -24,7 +24,6 @@ from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeSt
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
-from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.embeddings.overlap.transport import (
     FAREWELL,
     ExchangeWorker,
@@ -66,14 +65,14 @@ class OverlappedCollection:
         self.statistics = ExchangeStatistics()
         self._decode = local.wire.rows.decode
         shared = (local.wire, local.layout.device, self.statistics, order)
-        self._transport = RowTransport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
-        self._groups, self._transports = [group], [self._transport]
+        self.transport = RowTransport(group, *shared, [] if nodes is None else nodes.others(group.rank()))
+        self._groups, self._transports = [group], [self.transport]
         no_rows = RowRequest.empty(local.layout, dedup)
-        route: Route = DirectRoute(self._transport, local, no_rows)
+        route: Route = DirectRoute(self.transport, local, no_rows)
         if hot is not None and near is not None:
             self._groups.append(near)
             self._transports.append(RowTransport(near, *shared, near=True))
-            route = hot.route(self._transports[1], self._transport, local, no_rows)
+            route = hot.route(self._transports[1], self.transport, local, no_rows)
         self.hot_list = route.hot_list
         # one thread and one process group per collection: they do everything that affects its rows
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
@@ -97,8 +96,9 @@ class OverlappedCollection:
         return found
 
     def observe(self, timeline: Any) -> None:
-        for each in (self._worker, *self._transports):
-            each.observer = timeline
+        self._worker.observer = timeline
+        for transport in self._transports:
+            transport.observer = timeline
 
     # -- a step
 
@@ -199,11 +199,8 @@ class OverlappedCollection:
         held = self.step.held
         return None if held is None else self._worker.submit(job, self._exchange.row_updates, *args, held.update.settings)
 
-    def submit_square_sum(self) -> Future[Any] | None:
-        return self.submit_clipping(RowUpdates.sum_squares, self._transport)
-
     def square_sum(self, job: Future[Any]) -> Tensor:
-        """Return the result of :meth:`submit_square_sum`: float64, zero-dimensional, equal on all ranks."""
+        """Return the result of :meth:`RowUpdates.sum_squares`."""
         square_sum: Tensor = self._worker.await_rows(job)
         self._worker.hand_over(square_sum)
         return square_sum
@@ -298,7 +295,7 @@ class OverlappedCollection:
         reads.
         """
         if farewell and self.error is None and self.step.unsent is None and not self.step.open:
-            self._worker.submit(self._transport.say_farewell)
+            self._worker.submit(self.transport.say_farewell)
         stopped = self._worker.stop(timeout=1.0 + FAREWELL.total_seconds())
         for group in self._groups:
             if stopped:

@@ -245,17 +245,16 @@ class OverlapEngine:
 
     def square_sum(self) -> Tensor:
         """Return the sum of squares of the tables' held gradients: float64, equal on all ranks. Collective."""
-        submitted = [(each, each.submit_square_sum()) for each in self.collections.values()]
+        every = self.collections.values()
+        submitted = [(each, each.submit_clipping(RowUpdates.sum_squares, each.transport)) for each in every]
         found = [collection.square_sum(job) for collection, job in submitted if job is not None]
         return sum(found, torch.zeros((), dtype=torch.float64, device=self.tables.device))
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the tables' held gradients by ``factor``."""
         for collection in self.collections.values():
             collection.submit_clipping(RowUpdates.scale, factor)
 
     def clamp_gradients(self, limit: float) -> None:
-        """Clamp every element of the tables' held gradients to ``-limit ... limit``."""
         for collection in self.collections.values():
             collection.submit_clipping(RowUpdates.clamp, limit)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_freescale._runtime.object_gather import gather_objects
-from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, PassingRows, RequestedRows, SomeRows
+from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, RequestedRows, SomeRows
 from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.hot_rows import (
     HotRowsOption,
@@ -194,7 +194,7 @@ class HotRoute:
             of_rows.index_select(0, following.request.inverse),
             SomeRows(far.waits, far.waiting, ForwardedRows(near.waits, near.waiting, next_ones)),
             far.late_places,
-            PassingRows(passing, near.late_places + len(far.rows)),
+            (passing, near.late_places + len(far.rows)),
         )
         if far.needed is None or near.needed is None or needed is None or urgent is None:
             return rows, None
@@ -214,9 +214,9 @@ class HotRoute:
         self._direct.give_last(incoming, rows)
         awaited, passing = rows.awaited, rows.passing
         if passing is not None and awaited is not None and awaited.forwarded is not None:
-            hop = awaited.forwarded
-            values = rows.values.index_select(0, passing.places.index_select(0, hop.asked.index))
-            rows.values[passing.late_places] = self._near.exchange_rows(values, hop.asked.sizes, hop.hot.sizes)
+            hop, (places, late_places) = awaited.forwarded, passing
+            values = rows.values.index_select(0, places.index_select(0, hop.asked.index))
+            rows.values[late_places] = self._near.exchange_rows(values, hop.asked.sizes, hop.hot.sizes)
 
     def take_gradients(self, gradients: Tensor, requested: RequestedRows) -> Tensor:
         if not self.hot_list.begun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,6 @@ from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, Ro
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
 
 Route: TypeAlias = DirectRoute | HotRoute
-
-
-class EvaluatedRows(NamedTuple):
-    """The result of a lookup outside of steps, in which each rank looks up one module or none."""
-
-    modules: list[int]  # number of the module that each rank looks up, from 1 on; 0 for none
-    rows: Tensor  # rows of this rank's lookup, in the form of messages, shape [rows, words]
-    places: Tensor  # index into rows for each id, shape [ids]
-    error: ValueError | None = None  # of the ids of any rank
 
 
 class RowExchange:
@@ -294,11 +285,12 @@ class RowExchange:
 
     # -- between steps
 
-    def evaluate(self, module: int, features: KeyedJaggedTensor | None) -> EvaluatedRows:
+    def evaluate(self, module: int, features: KeyedJaggedTensor | None) -> tuple[list[int], Tensor, Tensor, ValueError | None]:
         """Fetch the rows of a lookup outside of steps, and serve those of other ranks. Collective.
 
         ``module`` is the number of the module that this rank looks up, from 1 on; 0 for none. ``features`` are its ids; None if
-        this rank looks up nothing in this collection.
+        this rank looks up nothing in this collection. Return the numbers of all ranks, the rows in the form of messages, the
+        index of the row of each id, and the error of the ids of any rank.
         """
         with self._statistics.suspended():
             kind, request, wrong = self._ask_for([] if features is None else [features], LookedUp.MORE)
@@ -308,10 +300,10 @@ class RowExchange:
             try:
                 self._raise_errors(heads, wrong)
             except ValueError as error:  # raised on all ranks, so they stay in step
-                return EvaluatedRows(modules, rows, request.inverse, error.with_traceback(None))
+                return modules, rows, request.inverse, error.with_traceback(None)
             if any(head.most_ids for head in heads):
                 rows = self._serve_more(heads, incoming, request)
-            return EvaluatedRows(modules, rows, request.inverse)
+            return modules, rows, request.inverse, None
 
     def restore_accumulated(self, rows: list[Tensor], gradients: list[Tensor], moved: bool) -> None:
         """Continue a window with saved gradients, before the first batch."""
