@@ -27,7 +27,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.overlap import OverlapEngine, hot_route
-from lightning_freescale.embeddings.overlap.hot_list import HotList
+from lightning_freescale.embeddings.overlap.hot_rows import HotList
 from lightning_freescale.embeddings.overlap.split_backward import after_the_others
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
 from lightning_freescale.embeddings.sharding import TableSharding

@@ -25,8 +25,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.embeddings.overlap import hot_route, hot_rows
-from lightning_freescale.embeddings.overlap.hot_list import HotList
-from lightning_freescale.embeddings.overlap.hot_rows import LinkCosts
+from lightning_freescale.embeddings.overlap.hot_rows import HotList, LinkCosts
 from lightning_freescale.embeddings.plain_embedding import as_collection
 
 

@@ -53,17 +53,10 @@ class BatchShapes:
 
 
 def shapes_of(batch: Any, lengths: ArrayLike) -> BatchShapes:
-    """Return the shapes of the tensors in a batch.
+    """Return the shapes of the tensors in a batch, with the length of each sample in the order of the batch.
 
     The function searches mappings, lists, tuples, data classes and plain objects for dense tensors, numpy arrays, nested
     tensors and TorchRec's jagged tensors. A list with one tensor per sample counts as one jagged tensor.
-
-    Args:
-        batch: batch of the collate function.
-        lengths: length of each sample in the order of the batch, shape ``[samples]``.
-
-    Raises:
-        ValueError: ``lengths`` is not one-dimensional, or has values that are not integers of at least 0.
     """
     counts = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
     if counts.ndim != 1 or (counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class ParquetHistories:
 
     The interface is that of :class:`~lightning_freescale.data.Histories`, but values stay on disk. ``items[start:end]``,
     ``times[start:end]`` and ``user_ids[user]`` read the row group of a user; a slice must be within one history. The row groups
-    used last stay in memory. The constructor reads the smaller of the two list columns, because Parquet does not store the
+    used last stay in memory. The constructor reads the lists of items, because Parquet does not store the
     lengths of lists.
 
     Args:
@@ -65,7 +65,8 @@ class ParquetHistories:
         if not sum(rows):
             raise ValueError(f"{source} has no histories. Pass files with at least one row")
         self.first_users = np.append(0, np.cumsum(rows))
-        self.offsets = np.append(0, np.cumsum(np.concatenate(list(self._read_lengths()))))
+        lengths = [_lengths(*self._column(number, "item")) for number in range(len(rows))]
+        self.offsets = np.append(0, np.cumsum(np.concatenate(lengths)))
         self.reads = 0
         self._held: OrderedDict[int, dict[str, Ints]] = OrderedDict()
         first_interactions = self.offsets[self.first_users]
@@ -100,15 +101,6 @@ class ParquetHistories:
             self._held[number] = self._read(number)
         self._held.move_to_end(number)
         return self._held[number]
-
-    def _read_lengths(self) -> Iterator[Ints]:
-        sizes = dict.fromkeys(("item", "time"), 0)
-        for file in self._files.values():
-            for name in sizes:
-                sizes[name] += _bytes_of(file, self._names[name])
-        name = min(sizes, key=sizes.__getitem__)
-        for number in range(len(self._row_groups)):
-            yield _lengths(*self._column(number, name))
 
     def _read(self, number: int) -> dict[str, Ints]:
         first, end = self.first_users[number], self.first_users[number + 1]
@@ -208,11 +200,6 @@ def _metadata(path: str, names: dict[str, str]) -> Any:
                 "from_interactions for files with one row per interaction"
             )
     return metadata
-
-
-def _bytes_of(file: Any, column: str) -> int:
-    chunks = [file.row_group(number).column(leaf) for number in range(file.num_row_groups) for leaf in range(file.num_columns)]
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
 
 
 def _lengths(lists: Any, where: str) -> Ints:

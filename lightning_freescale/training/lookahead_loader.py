@@ -121,52 +121,48 @@ class PrefetchQueue:
         return next((fetched for fetched in self.waiting if follows or not fetched.handed_out), None)
 
 
+@dataclass(eq=False)
 class _Batches(Iterator[Any]):
     """One iteration. Deleting it deletes the loader's iterator and with it the workers."""
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        queue: PrefetchQueue,
-        limit: Callable[[], float] | None,
-        stateful: Any,
-        memory: BatchMemory,
-    ) -> None:
-        self._batches, self._queue, self._memory = batches, queue, memory
-        self._limit, self._stateful = limit, stateful
-        self._handed_out = 0
+    batches: Iterator[Any]
+    queue: PrefetchQueue
+    limit: Callable[[], float] | None
+    stateful: Any
+    memory: BatchMemory
+    handed_out: int = 0
 
     def __next__(self) -> Any:
-        fetched = self._queue.ahead or self._fetch()
+        fetched = self.queue.ahead or self._fetch()
         if fetched.error is None:
-            if self._limit is None or self._handed_out + 1 < self._limit():
+            if self.limit is None or self.handed_out + 1 < self.limit():
                 self._fetch()
             else:
-                self._queue.ended = True
-            self._handed_out += 1
-        return self._queue.hand_out(fetched)
+                self.queue.ended = True
+            self.handed_out += 1
+        return self.queue.hand_out(fetched)
 
     def _fetch(self) -> PrefetchedBatch:
         # a copy, because a loader may return the object that it counts in
-        fetched = PrefetchedBatch(state=None if self._stateful is None else copy.deepcopy(self._stateful.state_dict()))
-        waiting = list(self._queue.waiting)
-        before = self._memory.copies_of(each.batch for each in waiting)
+        fetched = PrefetchedBatch(state=None if self.stateful is None else copy.deepcopy(self.stateful.state_dict()))
+        waiting = list(self.queue.waiting)
+        before = self.memory.copies_of(each.batch for each in waiting)
         try:
-            fetched.batch = next(self._batches)
+            fetched.batch = next(self.batches)
         except StopIteration:
             fetched.error = StopIteration()  # a new one: the loader's holds its frames
         except Exception as error:  # it belongs to this batch; training on the batch before can go on
             fetched.error = error
         for each, copied in zip(waiting, before):
-            restored = self._memory.restored(each.batch, copied)
+            restored = self.memory.restored(each.batch, copied)
             if each.handed_out and restored is not each.batch:
                 raise RuntimeError(
                     "The training loader has overwritten a batch before training on it. Strategy 'freescale' and Lightning "
                     "each fetch one batch ahead. Create every batch in new memory, or use FreeScaleStrategy(overlap=False)."
                 )
             each.batch = restored
-        fetched.batch = self._memory.own(fetched.batch)
-        self._queue.push(fetched)
+        fetched.batch = self.memory.own(fetched.batch)
+        self.queue.push(fetched)
         return fetched
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_freescale.embeddings.overlap.hot_list import HotList
+from lightning_freescale.embeddings.overlap.hot_rows import HotList
 
 HOT: dict[str, Any] = {"dedup": True, "hot_rows": 0.5, "rerank_every_n_steps": 1, "ranks_per_node": 2}
 """Each row that any rank has requested is in the list of the next step, so the list changes in every step."""

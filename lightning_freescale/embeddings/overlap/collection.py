@@ -35,10 +35,6 @@ from lightning_freescale.embeddings.overlap.transport import (
 class OverlappedCollection:
     """The exchange of the rows of a collection's tables of one width, during steps and between them.
 
-    TorchRec provides shards, kernels, fused updates and state dicts. This class exchanges ids and rows and routes gradients.
-    TorchRec's own pipeline requires CUDA and fx-traceable models and returns different numbers. Its exchange of ids requires
-    feature-wise bucketing.
-
     Attributes:
         hot_list: the list of hot rows; None if no row can be hot.
         others: the other collections of the module. A rank that waits in one of them for other ranks answers them in all,

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, ForwardedRows, RequestedRows, SomeRows
-from lightning_freescale.embeddings.overlap.hot_list import HotList
 from lightning_freescale.embeddings.overlap.hot_rows import (
+    HotList,
     HotRowsOption,
     HotRowsRule,
     LinkCosts,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_freescale.embeddings.overlap.batch_state import BatchRows, RequestedRows, SomeRows
-from lightning_freescale.embeddings.overlap.hot_list import HotList
+from lightning_freescale.embeddings.overlap.hot_rows import HotList
 from lightning_freescale.embeddings.overlap.id_exchange import IdExchange, PartLayout, put, ranges, take
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest, RowSubset

@@ -54,12 +54,8 @@ class ComputeTimes:
         if self._drives:
             self._timeline.open_step()
 
-    def seconds(self, step: int) -> float:
-        """Return the compute time of an ended step, after waiting for the device; 0 if the record is missing."""
-        return self._seconds(self._records.get(step))
-
     def later(self, step: int) -> Callable[[], float]:
-        """Return a function that returns ``seconds(step)`` at any later time."""
+        """Return a function that returns the compute time of an ended step; 0 if the record is missing. It waits."""
         return partial(self._seconds, self._records.get(step))
 
     def _seconds(self, record: StepRecord | None) -> float:
@@ -151,7 +147,7 @@ class CostCalibrator:
     def _exchange(self, sampler: Any, ended: int) -> None:
         """Gather ``ended`` steps of all ranks, fit on rank 0, and use the fit on all ranks from the next epoch on."""
         first = self._times.step - len(self._rows)
-        seconds = np.array([self._times.seconds(first + index) for index in range(ended)])
+        seconds = np.array([self._times.later(first + index)() for index in range(ended)])
         window, self._rows = self._rows[:ended], self._rows[ended:]
         numbers = np.column_stack([np.stack([row for _, row in window]), seconds])
         gathered = gather_bytes(numbers.tobytes(), self._group, only_first=True)

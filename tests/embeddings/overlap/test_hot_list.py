@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap.hot_list import HotList
+from lightning_freescale.embeddings.overlap.hot_rows import HotList
 from lightning_freescale.testing import run_distributed
 from tests.helpers.hot_rows import HOT
 from tests.helpers.sequences import CATEGORIES, ITEMS, OPTIMIZERS, TAGS, Batch, batches, known, train_overlapped
