@@ -81,7 +81,7 @@ def _fit(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     module, planned, logger = Timed(slow), Planned(), Kept()
-    ComputeTimes.seconds = lambda self, step: module.seconds[step]  # type: ignore[method-assign]
+    ComputeTimes.later = lambda self, step: lambda: module.seconds[step]  # type: ignore[method-assign]
     samples = Lengths()
     data = FreeScaleDataModule(samples, samples.lengths, **{"batch_size": BATCH, **options})
     fit = trainer(
