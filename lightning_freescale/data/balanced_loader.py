@@ -101,14 +101,9 @@ class EvaluationSampler(BalancedSampler):
         name: argument of the data module, for errors.
         dataset: map-style data set. Grouping needs its ``lengths``, shape ``[samples]``. Its optional ``samples_in_memory`` is
             the number of consecutive samples that it reads quickly.
-        batch_size: samples per rank and step.
-        rank, world_size: this rank, and the number of ranks.
         is_padded: function that returns whether batches are padded to their longest sample. Ranks must agree at the start of
             an epoch.
         limit: number of evaluated steps, or their share as a float. These steps keep their samples.
-
-    Raises:
-        ValueError: a rank would have no sample.
     """
 
     def __init__(

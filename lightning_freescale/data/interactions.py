@@ -124,10 +124,12 @@ def read_interactions(
     if times is None:
         times = np.arange(len(items))
         times -= np.repeat(offsets[:-1], counts)
-    else:
-        times = times if rows is None else times[rows]
-        _check_times(times, offsets, rows, user_ids, order, ties, name, wanted[2])
-    return Histories(items, times, offsets, user_ids, item_ids)
+    elif rows is not None:
+        times = times[rows]
+    histories = Histories(items, times, offsets, user_ids, item_ids)
+    if time is not None:
+        _check_times(histories, rows, order, ties, name, time)
+    return histories
 
 
 class HistoryDataset(Dataset[dict[str, Any]]):
@@ -281,21 +283,15 @@ def _stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _check_times(
-    times: NDArray[Any],
-    offsets: NDArray[np.int64],
-    rows: NDArray[np.int64] | None,
-    user_ids: NDArray[Any],
-    order: str,
-    ties: str,
-    name: str,
-    column: int | str,
+    histories: Histories, rows: NDArray[np.int64] | None, order: str, ties: str, name: str, column: int | str
 ) -> None:
     def where(place: np.intp) -> tuple[Any, list[int]]:
-        user = user_ids[np.searchsorted(offsets, place, side="right") - 1]
+        user = histories.user_ids[np.searchsorted(histories.offsets, place, side="right") - 1]
         return user, [int(place) - 1, int(place)] if rows is None else rows[place - 1 : place + 1].tolist()
 
+    times = histories.times
     same_user = np.ones(len(times) - 1, dtype=bool)
-    same_user[offsets[1:-1] - 1] = False
+    same_user[histories.offsets[1:-1] - 1] = False
     backwards = 1 + np.flatnonzero((times[1:] < times[:-1]) & same_user)
     if order == "given" and backwards.size:
         user, between = where(backwards[0])

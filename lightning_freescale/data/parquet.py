@@ -140,11 +140,7 @@ class _OnDisk:
     histories: ParquetHistories
     name: str
     starts: Ints  # of the row groups
-
-    @property
-    def dtype(self) -> np.dtype[np.int64]:
-        """The type of the values."""
-        return np.dtype(np.int64)
+    dtype = np.dtype(np.int64)
 
     def __getitem__(self, place: Any) -> Any:
         begin = place.start if isinstance(place, slice) else place

@@ -58,19 +58,16 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
         dedup: send each row once per rank and step. Without it, results are bitwise those of plain TorchRec. With it, they
             differ by the order of summation.
-        ids_of: a function that returns the ids which the model will look up in a batch. It returns a ``KeyedJaggedTensor``
-            (for an ``nn.Embedding`` the tensor of ids), a list of them for several lookups in a step, or a mapping from paths
-            of collections to either. The strategy calls it in the main process, once for each batch (or micro-batch) except
-            the first of an epoch, with the batch as the loader returns it. The function must not change the batch.
-            For collections that it leaves out, the strategy searches the batch. Mispredicted ids are fetched again; results are
-            unaffected. ``ids_of`` takes precedence over a method ``embedding_ids(batch)`` of the LightningModule.
+        ids_of: a function that returns the ids which the model will look up in a batch: a ``KeyedJaggedTensor`` (for an
+            ``nn.Embedding`` the tensor of ids), a list of them for several lookups in a step, or a mapping from paths of
+            collections to either. It must not change the batch, which is as the loader returns it. For collections that it
+            leaves out, the strategy searches the batch. Mispredicted ids are fetched again; results are unaffected. ``ids_of``
+            takes precedence over a method ``embedding_ids(batch)`` of the LightningModule.
         shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
             ``["item_emb"]``. They are called and saved as before. ``"auto"`` shards all modules with at least a million values
             and logs those that cannot be sharded. The default is none.
         split_backward: with ``overlap``, compute the gradients of the dense weights last in backward, while the gradients of
-            the rows are sent. The gradients of each rank are bitwise the same. It needs memory: the inputs of linear layers
-            and the gradients of their outputs are kept until then. See
-            :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+            the rows are sent. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         hot_rows: which rows are hot. A hot row that several ranks of a node request crosses the network once per step, and so
             does the sum of its gradients in the node. All other rows are sent between their owner and every rank. ``"auto"``:
             the rows for which this is faster, by the measured costs of transfers within and between nodes. An int: this number
@@ -83,11 +80,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             types of ``"rows"`` and ``"gradients"``. A 16-bit type halves the bytes. **It changes the results**, because every
             value is rounded, also the rows of evaluation. Use bfloat16 for gradients: float16 makes values below 3e-8 zero.
             Rows of tables with 16-bit weights are always sent as 16 bits, without rounding.
-        target_bubble_reduction: enables the autopilot, which chooses settings by measuring training steps until it has removed
-            this share of the initial bubble time, or until no setting helps. It tries ``split_backward``, and
-            ``micro_batches`` if ``FreeScaleDataModule(micro_batches="auto")`` allows it, one at a time, and keeps what makes
-            steps faster. The samples of a step, tables, optimizer states and checkpoints stay the same. The choice depends on
-            measured time, so results of two runs may differ by the rounding of micro-batches. None disables the autopilot.
+        target_bubble_reduction: enables the autopilot, which measures training steps until it has removed this share of the
+            initial bubble time, or until no setting helps. It tries ``split_backward``, and ``micro_batches`` if
+            ``FreeScaleDataModule(micro_batches="auto")`` allows it. The choice depends on measured time, so results of two runs
+            may differ by the rounding of micro-batches. None disables the autopilot.
         checkpoint: the format of checkpoints. ``"single"``: rank 0 writes one ordinary file, like that of the unsharded
             module, one table after the other. ``"sharded"``: every rank writes its part of the tables to a folder on a file
             system that all ranks share; ``freescale consolidate`` converts the folder to an ordinary file. ``"async"``: the

@@ -6,7 +6,6 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
@@ -23,12 +22,8 @@ _CHECKED_FETCHES = 3
 """The number of fetches to check. A loader that reuses memory does so from the start."""
 
 
-class _NoBatch(Enum):
-    ENDED = "no batch follows in this iteration"
-    UNKNOWN = "the next batch, if any, is not yet known"
-
-
-ENDED, UNKNOWN = _NoBatch
+ENDED, UNKNOWN = object(), object()
+"""The next batch if none follows in this iteration, and if it is not yet known whether one does."""
 
 
 class LookaheadLoader(LoaderWrapper):

@@ -184,7 +184,11 @@ class HotRoute:
         needed = None if far.needed is None else far.needed.index_select(0, these.places[1])
         have = RowsToFlag(passing, far.late.index_select(0, asked), next_ones.asked.sizes, needed, these.asked.sizes)
         near = exchange_flagged(self._near, partial(far.rows.index_select, 0), have, next_ones.hot.sizes, these.hot.sizes)
-        self._count_colliding(following.request, next_ones.cold, far.late.index_select(0, own), sum(near.waits.sizes))
+        first_here, last_here = self._own_node(following.request)
+        elsewhere = (next_ones.cold < first_here) | (next_ones.cold >= last_here)
+        hot = sum(near.waits.sizes)
+        all_colliding = hot + int((far.late.index_select(0, own) & elsewhere).sum())  # on CUDA the host waits here
+        self._near.statistics.count(hot_colliding_rows=hot, far_colliding_rows=all_colliding)
 
         of_rows = far.places.new_empty(len(following.request.rows))
         of_rows[next_ones.cold] = far.places.index_select(0, own)
@@ -244,12 +248,6 @@ class HotRoute:
         self._direct.count_gradients(kind, given)
         if given.forwarded is not None:
             self._near.count(kind, 4 * self._near.wire.gradients.words, given.forwarded.hot.sizes)
-
-    def _count_colliding(self, request: RowRequest, cold: Tensor, late: Tensor, hot: int) -> None:
-        """Count the colliding rows of other nodes: the ``hot`` ones, and the cold ones that ``late`` marks."""
-        first, last = self._own_node(request)
-        elsewhere = int((late & ((cold < first) | (cold >= last))).sum())  # on CUDA the host waits here
-        self._near.statistics.count(hot_colliding_rows=hot, far_colliding_rows=hot + elsewhere)
 
     def _own_node(self, request: RowRequest) -> tuple[int, int]:
         """Return the index of the first row whose owner is on this node, and the one behind the last."""
