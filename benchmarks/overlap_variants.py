@@ -30,6 +30,7 @@ from lightning_freescale.embeddings.overlap import OverlapEngine, hot_route
 from lightning_freescale.embeddings.overlap.hot_rows import HotList
 from lightning_freescale.embeddings.overlap.split_backward import after_the_others
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.sharding import TableSharding
 
 CPU = torch.device("cpu")
@@ -213,8 +214,8 @@ class Ours:
         names = list(sharding.parameters)
         optimizers = {name: TableOptimizer(RowWiseAdagrad, dict(ADAGRAD)) for name in names}
         world = dist.get_world_size()
-        # the same owners as in the variants of plain TorchRec
-        tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers, placement="blocks")
+        with patch.object(RowOrder, "hashed", RowOrder):  # the same owners as in the variants of plain TorchRec
+            tables = sharding.shard(group=dist.new_group(), local_world_size=world, optimizers=optimizers)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(model.dense.parameters(), lr=1e-3)

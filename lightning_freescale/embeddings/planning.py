@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import shards_of
-
-Placement: TypeAlias = Literal["hash", "blocks"]
 
 _TRAINED = (DataType.FP32, DataType.FP16, DataType.BF16)
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
@@ -170,15 +168,15 @@ def _types(table: Table, collection: Collection, world_size: int) -> list[str]:
     return ["row_wise", "table_wise"] if collection.pooled else ["row_wise"]
 
 
-def row_orders(collection: Collection, plan: Mapping[str, Any], ranks: int, placement: Placement) -> dict[str, RowOrder]:
+def row_orders(collection: Collection, plan: Mapping[str, Any], ranks: int) -> dict[str, RowOrder]:
     """Return the order of the rows of each table, by name. Each owner has one block of the ordered rows.
 
-    ``"hash"`` spreads neighbouring ids over the ranks. Tables that are not row-wise keep the order of their ids. So do tables
-    with managed collisions, whose map chooses the row of an id.
+    Neighbouring ids are spread over the ranks. Tables that are not row-wise keep the order of their ids. So do tables with
+    managed collisions, whose map chooses the row of an id.
     """
     orders = {}
     for table in collection.tables:
-        hashed = placement == "hash" and ranks > 1 and plan[table.name].sharding_type == "row_wise" and not collection.managed
+        hashed = ranks > 1 and plan[table.name].sharding_type == "row_wise" and not collection.managed
         orders[table.name] = RowOrder.hashed(table.rows) if hashed else RowOrder(table.rows)
     return orders
 

@@ -24,7 +24,6 @@ from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
 from lightning_freescale.embeddings.optimizer import FROZEN, TableOptimizer, new_state
 from lightning_freescale.embeddings.planning import (
-    Placement,
     check_plan,
     check_tables,
     memory_for_tables,
@@ -124,7 +123,6 @@ class TableSharding:
         local_world_size: int,
         plan: Any = None,
         optimizers: Mapping[str, TableOptimizer] | None = None,
-        placement: Placement = "hash",
     ) -> ShardedTables:
         """Shard every collection and keep its weights. Collective.
 
@@ -137,7 +135,6 @@ class TableSharding:
             plan: TorchRec sharding plan with an entry for every collection, or a TorchRec planner. The default is the plan of
                 an earlier call, or else a row-wise planner.
             optimizers: optimizer of each table, by key. Tables without an optimizer are frozen.
-            placement: placement of the rows of row-wise tables, see :func:`.planning.row_orders`.
 
         Returns:
             The sharded tables.
@@ -162,7 +159,7 @@ class TableSharding:
             # TorchRec groups the ranks of a node by this variable, which Lightning's launcher does not set
             node = patch.dict(os.environ, LOCAL_WORLD_SIZE=f"{local_world_size}")
             with node, nullcontext() if meta else _WithoutInitialValues():
-                modules = [self._shard_collection(place, plan, chosen, env, placement) for place in self._places]
+                modules = [self._shard_collection(place, plan, chosen, env) for place in self._places]
             for place, module in zip(self._places, modules):
                 if place.record is None:
                     follow_first_rank(place.collection, place.weights, group)
@@ -209,12 +206,7 @@ class TableSharding:
         return made
 
     def _shard_collection(
-        self,
-        place: _Place,
-        plan: ShardingPlan,
-        optimizers: Mapping[str, TableOptimizer],
-        env: ShardingEnv,
-        placement: Placement,
+        self, place: _Place, plan: ShardingPlan, optimizers: Mapping[str, TableOptimizer], env: ShardingEnv
     ) -> Any:
         collection, blueprint = place.collection, place.current
         tables: Any = plan.plan.get(collection.path)
@@ -226,7 +218,7 @@ class TableSharding:
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         tables = padded_plan(collection, tables)
         check_plan(collection, tables, chosen)
-        orders = row_orders(collection, tables, env.world_size, placement)
+        orders = row_orders(collection, tables, env.world_size)
         planned = dict(blueprint.named_parameters(remove_duplicate=False))
         for table in collection.tables:
             (weight,) = (each for name, each in planned.items() if f".{name}".endswith(f".{table.name}.weight"))
