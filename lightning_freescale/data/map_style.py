@@ -167,16 +167,12 @@ class MapStyleData:
         steps = range(sampler.first_step, len(sampler))[:_COMPARED_STEPS]
         plans = [sampler.step_plan(sampler.epoch, each) for each in steps]
         equal, unequal = (report_plans(in_mode(mode, plans), planned=0).lower_bound for mode in ("fixed", "slack"))
-        if equal <= unequal * _WORTH_UNEQUAL:
-            return (
-                f"the ranks get equal numbers of samples (assignment_mode='fixed'). The slowest rank computes at least "
-                f"{equal:.3f} times the mean; with unequal numbers {unequal:.3f} times"
-            )
-        self.pad_from(epoch, step, padded=False, assignment_mode="slack")
-        return (
-            f"from step {step} on, the ranks get unequal numbers of samples (assignment_mode='slack'). The slowest rank "
-            f"computes at least {unequal:.3f} times the mean; with equal numbers {equal:.3f} times"
-        )
+        chosen = "the ranks get equal numbers of samples (assignment_mode='fixed')"
+        if equal > unequal * _WORTH_UNEQUAL:
+            self.pad_from(epoch, step, padded=False, assignment_mode="slack")
+            chosen = f"from step {step} on, the ranks get unequal numbers of samples (assignment_mode='slack')"
+        bounds = f"{equal:.3f} times the mean with equal numbers, and {unequal:.3f} times with unequal numbers"
+        return f"{chosen}. The slowest rank computes at least {bounds}"
 
     def forget_choices(self) -> None:
         """Forget detected padding and chosen counts, for a strategy that does not weigh losses."""

@@ -182,11 +182,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
 
     @override
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``, in the dtype of the weight.
-
-        Raises:
-            TypeError: ``ids`` is no tensor.
-        """
+        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``, in the dtype of the weight."""
         if not isinstance(ids, Tensor):
             raise TypeError(f"embedding {self.path!r} got a {type(ids).__name__}. Pass a tensor of ids.")
         found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values().to(self._parameters["weight"].dtype)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -229,13 +229,15 @@ class RemainingParts:
         The workers of all parts start at once, in the calling thread. A process that is forked while other threads run
         inherits the locks that they hold at that moment, and may wait for one forever.
         """
-        start = place or self.first_place()
+        start, dataset, workers = place or self.first_place(), cast(Any, self.source.dataset), self.source.num_workers
         opened = []
         for index, part in list(enumerate(self.parts))[start["part"] :]:
             reader = part["reader"]
             inside = index == start["part"] and start["place"] is not None
             at, number = (start["place"], start["number"]) if inside else (reader["place"], reader["first"])
-            opened.append((index, number, self._source_of(part, readers=len(at["read"])).read_chunks(at, epoch, seed)))
+            readers, of_rank = len(at["read"]), dataset.for_rank(part["rank"], part["world_size"])
+            source = StreamSource(of_rank, self.source.chunk_size, workers if max(1, workers) == readers else readers)
+            opened.append((index, number, source.read_chunks(at, epoch, seed)))
         return self._chunks_of(opened)
 
     def _chunks_of(self, opened: list[tuple[int, int, Chunks]]) -> Chunks:
@@ -250,14 +252,6 @@ class RemainingParts:
         finally:
             for *_, chunks in opened:
                 chunks.close()
-
-    def _source_of(self, part: dict[str, Any], readers: int) -> StreamSource:
-        dataset: Any = self.source.dataset
-        workers = self.source.num_workers
-        same = max(1, workers) == readers
-        return StreamSource(
-            dataset.for_rank(part["rank"], part["world_size"]), self.source.chunk_size, workers if same else readers
-        )
 
 
 def unusable_state(dataset: IterableDataset[Any]) -> str:

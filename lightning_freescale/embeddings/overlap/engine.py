@@ -183,14 +183,9 @@ class OverlapEngine:
     def follow_settings(
         self, used: Mapping[str, UpdateSettings], now: Mapping[str, UpdateSettings]
     ) -> dict[str, UpdateSettings]:
-        """Change the settings of the current batch's update, before its backward.
+        """Change the settings of the current batch's update from ``used`` to ``now``, by table key, before its backward.
 
-        Args:
-            used: the settings so far of each table of the module, by table key.
-            now: the new settings.
-
-        Returns:
-            The settings of each table's update. Tables that TorchRec updates keep those of ``used``.
+        Return the settings of each table's update. Tables that TorchRec updates keep those of ``used``.
         """
         keys = [key for part in self.collections.values() for key in part.table_keys]
         if all(now[key] == used[key] for key in keys):
@@ -292,11 +287,7 @@ class OverlapEngine:
         return {path: collection.accumulated_gradients() for path, collection in self.collections.items()}
 
     def restore_accumulated(self, kept: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continue the window of :meth:`accumulated_gradients`, before the first step.
-
-        Raises:
-            ValueError: the tables are sharded differently.
-        """
+        """Continue the window of :meth:`accumulated_gradients`, before the first step. Another sharding is a ValueError."""
         for path, gradients in kept.items():
             self.collections[path].restore_accumulated(gradients)
 
