@@ -59,7 +59,9 @@ def _read_file(path: Path, wanted: list[Column], delimiter: str | None, header: 
         if path.is_file() and path.suffix not in (".parquet", ".pq"):
             return _read_text(path, wanted, find_format(path, wanted, delimiter, header, line))
         _refuse_format(path, delimiter, header, line)
-        return _read_parquet(path, wanted)
+        dataset = pyarrow.parquet.ParquetDataset(path)
+        chosen = [dataset.schema.names[number] for number in positions(dataset.schema.names, wanted, path)]
+        return dataset.read(columns=chosen).select(chosen)
     except (pa.ArrowException, OSError, EOFError, csv.Error) as error:
         raise ValueError(
             f"cannot read interactions file {path} ({error}). It may be truncated, or neither text in UTF-8 nor Parquet"
@@ -72,13 +74,6 @@ def _refuse_format(source: object, delimiter: str | None, header: bool | None, l
             f"delimiter={delimiter!r}, header={header!r}, line={line!r} only apply to text files, but {source} is not a "
             "text file. Remove them"
         )
-
-
-def _read_parquet(path: Path, wanted: list[Column]) -> pa.Table:
-    dataset = pyarrow.parquet.ParquetDataset(path)
-    names = dataset.schema.names
-    chosen = [names[number] for number in positions(names, wanted, path)]
-    return dataset.read(columns=chosen).select(chosen)
 
 
 def _select(source: Any, wanted: list[Column]) -> pa.Table:
@@ -289,7 +284,14 @@ def as_times(values: pa.ChunkedArray, column: int | str, name: str) -> NDArray[A
     if pa.types.is_date(values.type):
         values = values.cast(pa.timestamp("s"))
     if pa.types.is_floating(values.type):
-        return _refuse_non_finite(values.cast(pa.float64()).to_numpy(), column, name)
+        times: NDArray[np.float64] = values.cast(pa.float64()).to_numpy()
+        bad = np.flatnonzero(~np.isfinite(times))
+        if bad.size:
+            raise ValueError(
+                f"column {column!r} of {name} has {times[bad[0]]} in row {bad[0]} and {bad.size - 1} more invalid times. Drop "
+                "or fill these rows"
+            )
+        return times
     if not (pa.types.is_integer(values.type) or pa.types.is_timestamp(values.type)):
         raise ValueError(
             f"column {column!r} of {name} has type {values.type}, such as {values[0]} in row 0, which is no time. Pass the "
@@ -327,13 +329,3 @@ def _first_bad(values: pa.ChunkedArray) -> int:
         middle = (good + bad) // 2
         good, bad = (good, middle) if try_cast(values.slice(good, middle - good), kinds[-1]) is None else (middle, bad)
     return bad - 1 if kinds else 0
-
-
-def _refuse_non_finite(times: NDArray[np.float64], column: int | str, name: str) -> NDArray[np.float64]:
-    bad = np.flatnonzero(~np.isfinite(times))
-    if bad.size:
-        raise ValueError(
-            f"column {column!r} of {name} has {times[bad[0]]} in row {bad[0]} and {bad.size - 1} more invalid times. Drop or "
-            "fill these rows"
-        )
-    return times

@@ -313,7 +313,7 @@ class RowExchange:
 
     def discard_accumulated(self, current: Batch, previous: Batch | None) -> None:
         """Discard the gradients kept for an optimizer step that will not follow, and start a window with ``current``."""
-        self.row_updates.discard()
+        self.row_updates.kept_rows, self.row_updates.kept_gradients, self.row_updates.moved = [], [], False
         self._collisions.begin_window(current.number)
         if previous is not None:
             previous.gradients.patient = self._route.nothing_given

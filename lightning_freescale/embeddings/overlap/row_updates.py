@@ -116,10 +116,6 @@ class RowUpdates:
         for rows, gradients in zip(*self._pop_kept()):
             self.local.update(rows, gradients, batch.update.settings)
 
-    def discard(self) -> None:
-        self._pop_kept()
-        self.moved = False
-
     # -- clipping of gradients that are held
 
     def sum_squares(self, transport: RowTransport, settings: Sequence[UpdateSettings]) -> Tensor:
