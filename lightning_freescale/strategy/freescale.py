@@ -312,7 +312,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._tuner is not None:  # between steps of a fit
             if self.table_step is not None:
                 self.table_step.end_backward()
-            self._tuner.pause()
+            if self.autopilot is not None:
+                self.autopilot.pause()
         self.drain()
 
     @override

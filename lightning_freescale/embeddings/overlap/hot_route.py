@@ -208,8 +208,9 @@ class HotRoute:
             (near.needed, these.hot.sizes),
             (needed, these.asked.sizes),
         )
+        of_hot = these.hot.index
         first, others = (
-            SomeRows(requested, incoming, ForwardedRows(these.hot.part(hot), asked, these))
+            SomeRows(requested, incoming, ForwardedRows(RowSubset(of_hot[hot.index], hot.sizes), asked, these))
             for requested, incoming, hot, asked in zip(*(RowSubset.split(*each) for each in masks))
         )
         return rows, (first, others)

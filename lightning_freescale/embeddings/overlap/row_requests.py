@@ -127,10 +127,6 @@ class RowSubset:
     def all_of(cls, sizes: Sequence[int], device: torch.device) -> RowSubset:
         return cls(torch.arange(sum(sizes), device=device), list(sizes))
 
-    def part(self, chosen: RowSubset) -> RowSubset:
-        """Return the rows whose positions in this subset are chosen."""
-        return RowSubset(self.index.index_select(0, chosen.index), chosen.sizes)
-
     @classmethod
     def split(cls, mask: Tensor, sizes: Sequence[int]) -> tuple[RowSubset, RowSubset]:
         """Return the rows marked in ``mask`` (bool), and all others; ``sizes`` counts all rows per rank."""

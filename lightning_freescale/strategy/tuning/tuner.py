@@ -92,11 +92,6 @@ class Tuner:
             if not self._is_measuring:
                 self._stop_times()
 
-    def pause(self) -> None:
-        """Exclude the current step from measurements, because validation runs inside it."""
-        if self.autopilot is not None:
-            self.autopilot.pause()
-
     def end_training(self) -> None:
         """Log the results, and stop."""
         if self._calibrator is not None:
