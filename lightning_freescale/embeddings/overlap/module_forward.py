@@ -243,7 +243,7 @@ class ModuleForward:
             if catalogue.has_whole_rows:
                 evaluation.tables.append(catalogue)
                 weight.freescale_ranks = partial(evaluation.ranks, catalogue)
-        self._state_dict_hook = module.register_state_dict_pre_hook(lambda *_: [part.drain() for part in parts])
+        self._state_dict_hook = module.register_state_dict_pre_hook(self._drain)
         # the engine raises errors of ids on every rank, and makes one update of several lookups
         module.freescale_sharding.checks.enabled = False
 
@@ -265,6 +265,10 @@ class ModuleForward:
             noted = [part.note(ids) for part in self.parts]  # before any part waits: other ranks wait for their announcement
             rows = [part.rows(lookup) for part, lookup in zip(self.parts, noted)]
         return rows
+
+    def _drain(self, *_: Any) -> None:
+        for part in self.parts:
+            part.drain()
 
     def forget_copies(self) -> None:
         for catalogue in self._catalogues.values():
