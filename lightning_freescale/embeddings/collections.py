@@ -94,10 +94,8 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
 
     The module is the user's unsharded module or the sharded module of an earlier call of the strategy. Collections inside
     other TorchRec modules are not returned, but a collection with managed collisions is. The plain ``nn.Embedding`` modules in
-    ``embeddings`` are returned as collections. Other modules with the same weight are their aliases.
-
-    Raises:
-        ValueError: a module is already sharded by TorchRec, or has managed collisions that cannot be sharded.
+    ``embeddings`` are returned as collections. Other modules with the same weight are their aliases. A module that TorchRec
+    has sharded, or with managed collisions that cannot be sharded, is a ValueError.
     """
     tables = {weight: module for module in embeddings if (weight := _embedding_weight(module)) is not None}
     paths: dict[nn.Module, list[str]] = {}

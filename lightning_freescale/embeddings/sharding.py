@@ -136,9 +136,6 @@ class TableSharding:
                 an earlier call, or else a row-wise planner.
             optimizers: optimizer of each table, by key. Tables without an optimizer are frozen.
 
-        Returns:
-            The sharded tables.
-
         Raises:
             ValueError: the plan lacks a collection or a table, or differs from the plan of an earlier call.
         """

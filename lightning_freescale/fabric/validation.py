@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_freescale.balance import BalancedSampler
@@ -14,6 +13,7 @@ from lightning_freescale.balance import BalancedSampler
 if TYPE_CHECKING:
     from lightning_freescale.embeddings.collections import Collection
     from lightning_freescale.embeddings.shards import ShardedTables
+    from lightning_freescale.fabric.strategy import FreeScaleFabricStrategy
 
 _OF_THE_TRAINER = {
     "target_bubble_reduction": "the autopilot measures the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
@@ -28,26 +28,19 @@ def refuse_options_of_the_trainer(given: Iterable[str]) -> None:
             raise TypeError(f"FreeScaleFabricStrategy({option}=...) is not available in Fabric: {_OF_THE_TRAINER[option]}")
 
 
-def refuse_module(
-    module: nn.Module,
-    found: list[tuple[Collection, Any]],
-    device: torch.device,
-    updates_unscaled: bool,
-    precision: str,
-    earlier: ShardedTables | None,
-) -> None:
+def refuse_module(module: nn.Module, found: list[tuple[Collection, Any]], strategy: FreeScaleFabricStrategy) -> None:
     """Raise ValueError if a module with the collections ``found`` would not be trained exactly, before any change to it."""
     from lightning_freescale.embeddings.managed_collision import refuse_device
 
-    if earlier is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
+    if strategy.tables is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
         raise ValueError(
             "fabric.setup(model): a module with embedding collections was set up before, and strategy 'freescale' trains only "
             "one. Put both into one module, or create a new module and a new Fabric"
         )
-    if not updates_unscaled:
+    if not strategy.updates_unscaled:
         raise ValueError(
-            f"Fabric(precision={precision!r}): sharded tables support only '32-true' and 'bf16-mixed'. Other precisions scale "
-            "or convert the gradients of the tables. Use one of these two"
+            f"Fabric(precision={strategy.precision.precision!r}): sharded tables support only '32-true' and 'bf16-mixed'. "
+            "Other precisions scale or convert the gradients of the tables. Use one of these two"
         )
     tables = {parameter for _, held in found for parameter in held.parameters()}
     if meta := [name for name, p in module.named_parameters() if p.is_meta and p not in tables]:
@@ -57,7 +50,7 @@ def refuse_module(
         )
     for collection, held in found:
         if collection.managed:
-            refuse_device(collection.path, held, device, True)
+            refuse_device(collection.path, held, strategy.root_device, True)
 
 
 def refuse_several_optimizers(optimizers: Sequence[Any]) -> None:

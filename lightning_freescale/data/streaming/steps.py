@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from lightning_freescale.balance.micro_batches import most_parts
 from lightning_freescale.balance.report import StepBalance
 from lightning_freescale.comm.collectives.eager_exchange import exchange_bytes
 from lightning_freescale.data.streaming.reader import StreamReader
-
-T = TypeVar("T")
 
 _COST, _WEIGHT, _OWNER, _ROUND = range(4)  # rows of the queue
 _FAILED = b"!"  # sent instead of samples; it is no valid pickle
@@ -201,7 +199,7 @@ class StreamGroup:
         incoming[self.rank] = outgoing[self.rank]
         return incoming
 
-    def report_failure(self, items: Iterator[T]) -> Generator[T, None, None]:
+    def report_failure(self, items: Iterator[Any]) -> Generator[Any, None, None]:
         """Yield the items. Report a failure to the other ranks, so that they do not wait for this rank."""
         try:
             yield from items

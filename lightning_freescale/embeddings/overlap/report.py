@@ -178,9 +178,8 @@ class OverlapReport:
 class BagTraffic:
     """Counts the bytes that TorchRec would move for bags, whose owners pool rows before they send them, in tables of one width.
 
-    The count depends on the number of bags, not on their contents. A table that is split by rows is pooled by every rank, and
-    each sends all other ranks a row for each of their bags, even without a row of it (a reduce-scatter). A table on one rank is
-    pooled there.
+    A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, even
+    without a row of it (a reduce-scatter). A table on one rank is pooled there.
     """
 
     def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:
