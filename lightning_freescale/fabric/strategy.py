@@ -271,7 +271,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
         with speaking_of_fabric():
             found = collections_of(module, self.shard, warn=True, advise=_NAME)
         if found:
-            refuse_module(module, found, self)
+            refuse_module(module, found, self, self.tables)
         return found
 
     def _set_up(self, module: nn.Module, found: list[tuple[Collection, Any]], optimizer: Optimizer | None) -> nn.Module:

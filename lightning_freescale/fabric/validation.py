@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_freescale.balance import BalancedSampler
 
 if TYPE_CHECKING:
+    from lightning_freescale._lightning.ddp import FabricDDPBase
     from lightning_freescale.embeddings.collections import Collection
     from lightning_freescale.embeddings.shards import ShardedTables
-    from lightning_freescale.fabric.strategy import FreeScaleFabricStrategy
 
 _OF_THE_TRAINER = {
     "target_bubble_reduction": "the autopilot measures the Trainer's steps. Set split_backward= yourself, or use L.Trainer",
@@ -28,11 +28,13 @@ def refuse_options_of_the_trainer(given: Iterable[str]) -> None:
             raise TypeError(f"FreeScaleFabricStrategy({option}=...) is not available in Fabric: {_OF_THE_TRAINER[option]}")
 
 
-def refuse_module(module: nn.Module, found: list[tuple[Collection, Any]], strategy: FreeScaleFabricStrategy) -> None:
+def refuse_module(
+    module: nn.Module, found: list[tuple[Collection, Any]], strategy: FabricDDPBase, earlier: ShardedTables | None
+) -> None:
     """Raise ValueError if a module with the collections ``found`` would not be trained exactly, before any change to it."""
     from lightning_freescale.embeddings.managed_collision import refuse_device
 
-    if strategy.tables is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
+    if earlier is not None or any(hasattr(held, "freescale_sharding") for _, held in found):
         raise ValueError(
             "fabric.setup(model): a module with embedding collections was set up before, and strategy 'freescale' trains only "
             "one. Put both into one module, or create a new module and a new Fabric"

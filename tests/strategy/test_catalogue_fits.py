@@ -20,7 +20,6 @@ from lightning_freescale.embeddings.overlap.row_updates import RowUpdates
 from lightning_freescale.losses import catalogue_cross_entropy
 from lightning_freescale.metrics import catalogue_ranks
 from lightning_freescale.testing import run_distributed
-from lightning_freescale.training import table_step
 from tests.checkpoint.test_resume_inside_a_window import SaveAfterBatches
 from tests.helpers.catalogue_models import (
     CLOSE,
@@ -310,41 +309,6 @@ def _by_fabric(strategy: Any) -> list[float]:
 def test_a_loop_over_fabric() -> None:
     for whole, sharded in run_distributed(lambda: (_by_fabric("ddp"), _by_fabric("freescale")), 2):
         assert sharded == pytest.approx(whole, rel=1e-5)
-
-
-def _messages(positions_of: type[NextItem]) -> list[str]:
-    messages: list[str] = []
-    table_step.rank_zero_info = messages.append
-    fit(positions_of("linear"), loader(), strategy=FreeScaleStrategy(shard=["item_emb"]))
-    return [text for text in messages if "softmax" in text]
-
-
-class ManyPositions(NextItem):
-    def states(self, items: Tensor) -> Tensor:
-        return super().states(items).repeat(4, 1, 1)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        hidden, targets = self.states(batch["items"][:, :-1]), batch["items"][:, 1:].repeat(4, 1)
-        return catalogue_cross_entropy(hidden, self.item_emb.weight, targets, self.bias)
-
-
-class OnlyRanks(FirstLater):
-    """Ranks targets before the first step, which has no loss over all items."""
-
-    def on_train_start(self) -> None:
-        states = torch.zeros(2, DIM)
-        assert catalogue_ranks(states, self.item_emb, torch.tensor([1, 2])).tolist() == [ITEMS - 1] * 2
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.trainer.should_stop = True
-
-
-def test_the_sizes_are_stated_once() -> None:
-    models = NextItem, ManyPositions, OnlyRanks
-    ((few,), (many,), none) = run_distributed(lambda: [_messages(model) for model in models], 2)[0]
-    assert none == []
-    assert "'item_emb.weight' (41 x 8)" in few and "on 2 ranks" in few and "kept for backward." in few
-    assert "shard=" not in few and many.endswith("leave the table out of shard=.")
 
 
 def test_no_row_is_fetched_ahead() -> None:
