@@ -162,22 +162,14 @@ class Link:
     The receives of a round wait for its sends, and its sends for the receives two rounds earlier. Uneven parts therefore cannot
     cause a deadlock. The calls have the same order, so this also holds if the GPU runs both streams as one.
 
-    Args:
-        buffer: the memory, mapped on all ranks.
-        ranks: the ranks in the group, in the order of their ranks in the buffer.
-        start: the first value of all counters and of all words in the buffer.
-
-    Attributes:
-        peers: the other ranks in the buffer. The order differs between ranks, so that not all write to the same rank at once.
-        sent, received: the chunks so far to and from every peer.
-        sending, receiving: the state of each direction.
+    The arguments are those of :class:`.PeerTransport`. All words in the buffer begin with ``start``, as the counters.
     """
 
     def __init__(self, driver: CudaDriver, buffer: SymmetricBuffer, ranks: list[int], start: int = 0) -> None:
         self.driver, self.buffer, self.ranks = driver, buffer, ranks
         here, size, pointer = buffer.rank, len(ranks), driver.pointer
-        self.peers = [(here + shift) % size for shift in range(1, size)]
-        self.sent, self.received = [start] * size, [start] * size
+        self.peers = [(here + shift) % size for shift in range(1, size)]  # not all write to the same rank at once
+        self.sent, self.received = [start] * size, [start] * size  # chunks so far to and from every peer
 
         def slots(at: int, source: int) -> list[Any]:
             return [pointer(buffer.slot(at, source, number).data_ptr()) for number in range(2)]

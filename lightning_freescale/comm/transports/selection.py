@@ -49,7 +49,11 @@ def set_up_transport(
         raise TransportRefused(f"transport={kind!r} {reason}")
     p2p = host.p2p
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
-    transport, reason = build_transport(kind, host, near, store, timeout)
+    transport, reason = None, ""
+    try:
+        transport = build_transport(kind, host, near, store, timeout)
+    except Exception as error:  # all ranks receive the text
+        reason = error_text(error)
     reasons = p2p.gather_json(reason)
     failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
     if not failed:
@@ -111,26 +115,21 @@ def _instead(topology: Topology) -> str:
     return "pass 'auto' or 'host'" if topology.one_host else "pass 'two-level' or 'auto'"
 
 
-def build_transport(
-    kind: str, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta
-) -> tuple[Transport | None, str]:
-    """Return ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``, or the reason why its set-up failed. Collective.
+def build_transport(kind: str, host: HostTransport, near: list[int], store: dist.Store, timeout: timedelta) -> Transport:
+    """Return ``"peer"``, ``"two-level"`` or ``"nccl-zero-cta"``. Collective.
 
     ``near`` contains the ranks of the group on this host, this one included. Not tested on GPU.
     """
     p2p, chunk_bytes = host.p2p, host.options.chunk_bytes
-    try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        if kind == "nccl-zero-cta":
-            communicator = NcclCommunicator(p2p.rank, p2p.size, chunk_bytes, store, timeout, device)
-            return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size), ""
-        driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
-        chunk = SymmetricBuffer.largest_chunk(len(near))
-        buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
-        peer = PeerTransport(driver, buffer, near, p2p.ranks)
-        return (peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)), ""
-    except Exception as error:  # all ranks receive the text
-        return None, error_text(error)
+    device = torch.device("cuda", torch.cuda.current_device())
+    if kind == "nccl-zero-cta":
+        communicator = NcclCommunicator(p2p.rank, p2p.size, chunk_bytes, store, timeout, device)
+        return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size)
+    driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
+    chunk = SymmetricBuffer.largest_chunk(len(near))
+    buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
+    peer = PeerTransport(driver, buffer, near, p2p.ranks)
+    return peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)
 
 
 def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:

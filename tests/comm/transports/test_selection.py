@@ -156,7 +156,7 @@ def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build:
 def test_host_and_native_can_always_be_had_and_hosts_are_told_who_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = Topology((RankHardware("a"), RankHardware("b")), (0, 1))
     assert [_set_up(monkeypatch, nowhere, name, None) for name in ("host", "native")] == [["host"] * 2, [None] * 2]
-    built = _set_up(monkeypatch, _hosts(2, 1), "two-level", lambda rank, kind, near: ((kind, near), ""))
+    built = _set_up(monkeypatch, _hosts(2, 1), "two-level", lambda rank, kind, near: (kind, near))
     assert sorted(map(str, built)) == sorted(map(str, [("two-level", [0, 1])] * 2 + [("two-level", [2])]))
 
 
@@ -179,9 +179,15 @@ class _Built:
 
 def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made = _Built()
-    results = _set_up(monkeypatch, _hosts(2), "peer", lambda rank, *rest: (None, "no memory") if rank else (made, ""))
+
+    def build(rank: int, *rest: Any) -> Any:
+        if rank:
+            raise RuntimeError("no memory")
+        return made
+
+    results = _set_up(monkeypatch, _hosts(2), "peer", build)
     assert made.closed
-    assert all(isinstance(result, TransportRefused) and "rank 11: no memory" in str(result) for result in results)
+    assert all(isinstance(result, TransportRefused) and "rank 11: RuntimeError: no memory" in str(result) for result in results)
 
 
 DIFFERING: list[tuple[str, list[Any]]] = [
