@@ -135,6 +135,11 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
         if VERSION not in found and not checkpoint.is_sharded:
             found = as_checkpoint(found, path, checkpoint.is_folder)
     except UnpicklingError as error:
+        if "ShardedTensor" in str(error):
+            raise ValueError(
+                f"{path} was written by torch.save on one rank, which has only its own rows of a ShardedTensor. Save with "
+                "torch.distributed.checkpoint.save, which writes the rows of all ranks."
+            ) from error
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{path} contains other objects than tensors and numbers ({reason}). Reading them may run code. If you trust the "

@@ -180,6 +180,8 @@ def with_optimizer_states(
 
 def notice(converted: Mapping[str, Any], left_out: Sequence[str], fits: bool) -> str:
     """Return the text of a warning about what a run does not load from a converted checkpoint."""
-    missing = f"It is loaded without {', '.join(left_out)}. " if left_out else ""
-    anew = "Loops, schedulers, callbacks and random states start anew, with the options of configure_optimizers" if fits else ""
-    return f"the checkpoint was {converted['format']}, written by another program. {missing}{anew}"
+    missing = f" It is loaded without {', '.join(left_out)}." if left_out else ""
+    anew = (
+        " Loops, schedulers, callbacks and random states start anew, with the options of configure_optimizers" if fits else ""
+    )
+    return f"the checkpoint was {converted['format']}, written by another program.{missing}{anew}"

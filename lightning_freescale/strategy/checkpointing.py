@@ -137,7 +137,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         if not has_plugin(self.checkpoint_io):
             found = self.files.read(checkpoint_path, weights_only, self.trainer)
             if converted := found.get(other_programs.CONVERTED):
-                if self.trainer.state.fn != TrainerFn.FITTING:
+                if converted["left_out"] and self.trainer.state.fn != TrainerFn.FITTING:
                     rank_zero_warn(other_programs.notice(converted, converted["left_out"], fits=False))
                 return self._renamed(found, checkpoint_path)
             warn_of_what_is_missing(found, _EXTRA, self.trainer)
