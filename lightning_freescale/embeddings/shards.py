@@ -261,9 +261,7 @@ def fill_shards(
         elif whole[key].is_meta:
             shard.table.init(shard.weight)
             if shard.table.padding_row is not None:
-                position = int(shard.order.positions(torch.tensor(shard.table.padding_row)))
-                if position in range(shard.rows.start, shard.rows.stop):
-                    shard.weight[position - shard.rows.start] = 0.0
+                shard.weight[shard.ids == shard.table.padding_row] = 0.0
         else:
             shard.read(whole[key], into=shard.weight)
 

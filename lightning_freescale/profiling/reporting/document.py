@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-from jsonschema import Draft202012Validator, ValidationError
 
 from lightning_freescale._version import __version__  # a checkout on the path has no metadata
 
@@ -165,7 +164,9 @@ def check(document: Any) -> None:
 
 
 @cache
-def _validator() -> Draft202012Validator:
+def _validator() -> Any:
+    from jsonschema import Draft202012Validator  # imported late because the import takes 40 ms, and every run would wait for it
+
     return Draft202012Validator(json.loads(files(__package__).joinpath("schema.json").read_text(encoding="utf-8")))
 
 
@@ -178,7 +179,7 @@ def _without_rows(document: Document) -> Document:
     return {**document, "series": {**series, **emptied}}
 
 
-def _place_and_fix(wrong: ValidationError) -> str:
+def _place_and_fix(wrong: Any) -> str:
     place, rule = wrong.json_path[2:], wrong.validator_value
     if wrong.validator == "required":
         missing = next(name for name in rule if name not in wrong.instance)
