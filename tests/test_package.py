@@ -55,7 +55,8 @@ BLOCK = "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None;
 @pytest.mark.slow
 def test_packages_that_do_not_need_torchrec() -> None:
     imports = "import lightning_freescale.balance, lightning_freescale.comm.process_group, lightning_freescale.profiling"
-    assert _python(f"{BLOCK} {imports}, lightning_freescale.testing; print('imported')") == "imported"
+    late = f"{BLOCK} {imports}, lightning_freescale.testing; print('jsonschema' in sys.modules)"
+    assert _python(late) == "False", "every run would wait for a package that only reads documents"
     loaded = "import sys, lightning_freescale; print('torchrec' in sys.modules)"
     assert _python(loaded) == "False", "importing the package must not cost TorchRec's import"
 
