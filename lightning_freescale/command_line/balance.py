@@ -27,7 +27,7 @@ def run(command: str, arguments: list[str]) -> None:
     """Run the command; exit with status 2 and a message on errors."""
     name = arguments[0] if arguments and arguments[0] in _COMMANDS else ""
     description, add_arguments, run_command = _COMMANDS[name]
-    parser = argparse.ArgumentParser(f"freescale {command} {name}".strip(), description=description)
+    parser = argparse.ArgumentParser(f"freescale {command} {name}".strip(), description=description, allow_abbrev=False)
     add_arguments(parser)
     options = parser.parse_args(arguments[bool(name) :])
     try:

@@ -44,7 +44,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _new_parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"freescale {command}", description=_DESCRIPTIONS[command])
+    parser = argparse.ArgumentParser(f"freescale {command}", description=_DESCRIPTIONS[command], allow_abbrev=False)
     add = parser.add_argument
     if command != "changes":
         add("checkpoint", type=_location, help="a file or folder")

@@ -46,7 +46,7 @@ LEAST = 8
 
 def run(command: str, arguments: list[str]) -> None:
     """Run the command; exit with status 2 if no message of the package begins with the argument."""
-    parser = argparse.ArgumentParser(prog=f"freescale {command}", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"freescale {command}", description=__doc__, allow_abbrev=False)
     parser.add_argument("message", help="an error or warning of this package, or its beginning, in quotation marks")
     options = parser.parse_args(arguments)
     message = re.sub(r"^[\w.]*(Error|Exception|Warning): ", "", " ".join(options.message.split()))

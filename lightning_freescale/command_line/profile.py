@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,14 +50,15 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def _new_parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__.partition(": ")[2], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add_parser = partial(commands.add_parser, allow_abbrev=False)
 
-    show = commands.add_parser("show", help="print a report as text")
+    show = add_parser("show", help="print a report as text")
     show.add_argument("report", type=Path, metavar="REPORT.json", help="file that the profiler has written")
     show.set_defaults(run=lambda options: print(summary(read(options.report))))
 
-    against = commands.add_parser(
+    against = add_parser(
         "compare",
         help="compare runs with the first one",
         description="Compare each run with the first: the bubble b, the share r of the bubble that was removed per sample, the "
@@ -68,7 +70,7 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     against.add_argument("--json", type=Path, metavar="FILE", help="file for the values")
     against.set_defaults(run=_compare)
 
-    page = commands.add_parser(
+    page = add_parser(
         "page",
         help="write an HTML page",
         epilog="example: freescale profile page ddp.json freescale.json -o bubbles.html",
@@ -78,7 +80,7 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     page.set_defaults(run=_page)
 
     example = f"example: freescale {command} run --dirpath bubbles train.py --lr 0.1"
-    script = commands.add_parser("run", help="run a Lightning script and profile it", description=_DESCRIPTION, epilog=example)
+    script = add_parser("run", help="run a Lightning script and profile it", description=_DESCRIPTION, epilog=example)
     add, defaults = script.add_argument, ProfilerOptions()
     add("--dirpath", type=Path, metavar="FOLDER", help="folder for the files; default: bubbles in the logger's folder")
     for name, text in _COUNTS.items():

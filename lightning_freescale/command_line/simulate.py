@@ -107,7 +107,8 @@ def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", 
 
 
 def _new_parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=f"example: {_EXAMPLE}")
+    example = f"example: {_EXAMPLE}"
+    parser = argparse.ArgumentParser(f"freescale {command}", description=__doc__, epilog=example, allow_abbrev=False)
     add = parser.add_argument
     add("--lengths", type=Path, required=True, metavar="FILE", help="history lengths: " + KINDS)
     add("--column", metavar="NAME", help="column of a .csv file: each value is a sample, and its number of rows is the length")

@@ -30,7 +30,7 @@ def run(command: str, arguments: list[str]) -> None:
 
     class FreeScaleCLI(lightning_cli):
         def init_parser(self, **options: Any) -> Parser:
-            parser = Parser(**options)
+            parser = Parser(**options, allow_abbrev=False)
             parser.add_argument("-c", "--config", action=ActionConfigFile, help="a configuration file in YAML")
             return parser
 
@@ -54,12 +54,10 @@ def _nearest(message: str, parser: Any) -> str:
         return ""
     parsers = [parser, *(each for action in parser._actions for each in getattr(action, "_name_parser_map", {}).values())]
     known = {part for each in parsers for action in each._actions for part in action.dest.split(".")}
-    text = _given_text()
-    for path in re.findall(r"class_path['\"]?[:=]\s*['\"]?([\w.]+)", text):
+    for path in re.findall(r"class_path['\"]?[:=]\s*['\"]?([\w.]+)", _given_text()):
         known |= _parameters(path)
-    given = set(re.findall(r"(\w+)['\"]?:", text))  # options that are given already are unlikely corrections
     for part in refused[1].partition("=")[0].split("."):
-        if part not in known and (near := get_close_matches(part, known - given, 1) or get_close_matches(part, known, 1)):
+        if part not in known and (near := get_close_matches(part, known, 1)):
             return f". Did you mean {near[0]!r}?"
     return ""
 

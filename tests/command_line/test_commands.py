@@ -80,11 +80,31 @@ def test_a_wrong_key_is_reported_with_the_nearest(folder: Path, fails: Fails) ->
         ("dim: 4", "dimm: 4", "dim"),
         ("batch_size:", "batchsize:", "batch_size"),
         ("source:", "micro_batch: 2, source:", "micro_batches"),
+        ("", "", "max_epochs"),  # which the config has
     ):
         path.write_text(config.replace(right, wrong, 1))
-        said = fails("fit", "--config", "config.yaml")
+        said = fails("fit", "--config", "config.yaml", *([] if right else ["--trainer.max_epchs=2"]))
         missed += [] if f"Did you mean {nearest!r}?" in said else [(wrong, said)]
     assert missed == []
+
+
+def test_abbreviations_of_options_are_refused(folder: Path, fails: Fails) -> None:
+    """Refuse them, because an abbreviation gets another meaning, or none, when a release adds an option."""
+    plan = "--lengths r.csv --ranks 2 --batch-size 1"
+    words = [
+        f"simulate {plan} --compute-ms 100 --expo 1",
+        f"balance {plan} --epoch 1",
+        f"balance simulate {plan} --max-le 5",
+        "balance fit r.json --js c.json",
+        "convert a b --tru",
+        "consolidate a b --forc",
+        "changes a b c --forc",
+        "profile page r.json -o p.html --lab A",
+        "profile compare r.json --forc",
+        "fit --config config.yaml --trainer.max_epo 3",
+    ]
+    said = {each: fails(*each.split()) for each in words}
+    assert {each: text for each, text in said.items() if "nrecognized arguments" not in text} == {}
 
 
 def test_balance_writes_each_sample_of_an_epoch_once(tmp_path: Path, capsys: Any, fails: Fails) -> None:
