@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule as LightningDataModule
 from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
@@ -208,6 +208,12 @@ def has_plugin(checkpoint_io: CheckpointIO) -> bool:
 def is_last(path: Any, trainer: Trainer) -> bool:
     """Return True if the checkpoint has the name of a last checkpoint of a ``ModelCheckpoint``, as ``ckpt_path="last"`` has."""
     return any(os.path.basename(path).startswith(saver.CHECKPOINT_NAME_LAST) for saver in _savers(trainer))
+
+
+def pruned_modules(trainer: Trainer) -> set[Any]:
+    """Return the modules with parameters that callbacks prune. Lightning lists them in its set-up, without a public name."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return {module for each in callbacks if isinstance(each, ModelPruning) for module, _ in each._parameters_to_prune}
 
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:

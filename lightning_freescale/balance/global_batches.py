@@ -106,8 +106,8 @@ class _Boundaries:
     def __init__(self, samples: int, batch_size: int, ranks: int, drop_last: bool) -> None:
         if samples < ranks:
             raise ValueError(
-                f"there are {samples} samples for {ranks} ranks. Each rank needs at least one sample per step. Use at most "
-                f"{samples} devices, or more samples."
+                f"there {'is 1 sample' if samples == 1 else f'are {samples} samples'} for {ranks} ranks. Each rank needs at "
+                f"least one sample per step. Use devices={samples}, or more samples."
             )
         self._samples, self._per_step = samples, batch_size * ranks
         self._ranks, self._drop_last = ranks, drop_last

@@ -119,8 +119,8 @@ class EvaluationSampler(BalancedSampler):
     ) -> None:
         if (samples := size_of(dataset, name)) < world_size:
             raise ValueError(
-                f"FreeScaleDataModule({name}=...) has {samples} samples for {world_size} ranks, but every rank needs at least "
-                f"one. Use at most {samples} devices, or add samples"
+                f"FreeScaleDataModule({name}=...) has {samples} sample{'s'[: samples != 1]} for {world_size} ranks, but every "
+                f"rank needs at least one. Use devices={samples}, or add samples"
             )
         self._dataset, self._is_padded, self._limit = dataset, is_padded, limit
         self._grouped: Ints | None = None

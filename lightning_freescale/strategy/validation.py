@@ -14,6 +14,7 @@ from lightning_freescale._lightning.loops import (
     MixedPrecision,
     StochasticWeightAveraging,
     Trainer,
+    pruned_modules,
     rank_zero_warn,
 )
 from lightning_freescale._lightning.weight_averaging import averaging_callbacks
@@ -40,6 +41,12 @@ def refuse_run(
     if not fitting:
         return
     refuse_unsupported(trainer)
+    pruned = pruned_modules(trainer)
+    if unfit := [each.path for each, held in found if not pruned.isdisjoint(held.modules())]:
+        raise ValueError(
+            f"ModelPruning prunes the tables of collections {unfit}, but each rank would prune its part by itself. Pass "
+            "ModelPruning(parameters_to_prune=[(module, 'weight'), ...]) with other modules, or use strategy='ddp'"
+        )
     if managed:
         reason = "managed collisions give its rows to other ids during training. Use a plain collection"
         refuse_averages(trainer, dict.fromkeys(managed, reason))
