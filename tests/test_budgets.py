@@ -25,9 +25,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 36_800,
-    "files": 207,
-    "lines of the longest file": 400,
+    "lines": 36_880,
+    "files": 206,
+    "lines of the longest file": 440,
     "modules at the top level": 6,
     "options": 42,
     "words and beginnings to avoid": 0,

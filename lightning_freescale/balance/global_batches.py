@@ -107,7 +107,7 @@ class _Boundaries:
         if samples < ranks:
             raise ValueError(
                 f"there {'is 1 sample' if samples == 1 else f'are {samples} samples'} for {ranks} ranks. Each rank needs at "
-                f"least one sample per step. Use devices={samples}, or more samples."
+                f"least one sample per step. Use fewer ranks or more samples."
             )
         self._samples, self._per_step = samples, batch_size * ranks
         self._ranks, self._drop_last = ranks, drop_last

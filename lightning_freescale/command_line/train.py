@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -78,4 +79,8 @@ def _parameters(path: str) -> set[str]:
     makers: list[Any] = [found] if callable(found) else []
     for each in filter(inspect.isclass, (found, owner)):
         makers += [vars(base)["__init__"] for base in inspect.getmro(each)[:-1] if "__init__" in vars(base)]
-    return {parameter for maker in makers for parameter in inspect.signature(maker).parameters}
+    names = set[str]()
+    for maker in makers:
+        with suppress(TypeError, ValueError):  # a class or a function in C has no signature
+            names |= {*inspect.signature(maker).parameters}
+    return names

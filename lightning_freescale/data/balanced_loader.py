@@ -120,7 +120,7 @@ class EvaluationSampler(BalancedSampler):
         if (samples := size_of(dataset, name)) < world_size:
             raise ValueError(
                 f"FreeScaleDataModule({name}=...) has {samples} sample{'s'[: samples != 1]} for {world_size} ranks, but every "
-                f"rank needs at least one. Use devices={samples}, or add samples"
+                "rank needs at least one. Use fewer ranks or add samples"
             )
         self._dataset, self._is_padded, self._limit = dataset, is_padded, limit
         self._grouped: Ints | None = None

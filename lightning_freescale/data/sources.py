@@ -305,7 +305,9 @@ def as_int64(values: Any, column: int | str, name: str) -> Any:
     try:
         return values.cast(pa.int64())
     except pa.ArrowInvalid as error:
-        raise ValueError(f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Convert them") from error
+        raise ValueError(
+            f"column {column!r} of {name} has values beyond 64-bit integers ({error}). Map them to smaller integers"
+        ) from error
 
 
 def _parsed(values: pa.ChunkedArray, column: int | str, name: str) -> pa.ChunkedArray:

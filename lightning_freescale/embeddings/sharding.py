@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -153,9 +152,7 @@ class TableSharding:
             env = ShardingEnv.from_process_group(group)
             # the initial values of tables on the meta device are the random numbers that follow TorchRec's
             meta = any(weight.is_meta for place in self._places for weight in place.weights.values())
-            # TorchRec groups the ranks of a node by this variable, which Lightning's launcher does not set
-            node = patch.dict(os.environ, LOCAL_WORLD_SIZE=f"{local_world_size}")
-            with node, nullcontext() if meta else _WithoutInitialValues():
+            with _ranks_per_node(local_world_size), nullcontext() if meta else _WithoutInitialValues():
                 modules = [self._shard_collection(place, plan, chosen, env) for place in self._places]
             for place, module in zip(self._places, modules):
                 if place.record is None:
@@ -254,6 +251,21 @@ class _WithoutInitialValues(TorchFunctionMode):
         if func == Tensor.uniform_ or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _ranks_per_node(count: int) -> Iterator[None]:
+    # TorchRec groups the ranks of a node by this variable, which Lightning's launcher does not set. patch.dict would empty the
+    # environment of other threads for a moment
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = f"{count}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def _attach_optimizer(weight: Any, optimizer: TableOptimizer, kernel_of: str = "") -> None:

@@ -224,8 +224,10 @@ def _digest(weight: Tensor) -> Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=weight.device)
     row_bytes = weight[:1].nbytes
     word = torch.int64 if row_bytes % 8 == 0 else torch.int32 if weight.itemsize == 4 else torch.int16
-    for start in range(0, len(weight), at_once := max(1, _BYTES_AT_ONCE // row_bytes)):
-        words = weight[start : start + at_once].contiguous().view(word).long()
+    for start in range(0, len(weight), at_once := max(1, _BYTES_AT_ONCE // max(1, row_bytes))):
+        part = weight[start : start + at_once].contiguous()
+        aligned = part.clone() if part.storage_offset() * part.itemsize % 8 else part  # a slice of a flat tensor may not be
+        words = aligned.view(word).long()
         rows = (words ^ (words >> 32)).sum(dim=1)  # otherwise two changes of the highest bit would cancel
         sums += torch.stack([rows.sum(), (rows * torch.arange(start, start + len(rows), device=weight.device)).sum()])
     return sums

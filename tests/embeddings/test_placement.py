@@ -178,9 +178,11 @@ def _initial(meta: bool) -> tuple[list[str], float]:
     torch.manual_seed(0)
     module = Module(pooled=False)
     expected = {name: weight.detach().clone() for name, weight in module.weights().items()}
+    first = module.weights()["first"]
+    first.data = torch.cat([torch.zeros(1), first.detach().flatten()])[1:].view(first.shape)  # as vector_to_parameters does
     if dist.get_rank():
         with torch.no_grad():
-            module.weights()["first"].uniform_()
+            first.uniform_()
             module.weights()["second"][20, [1, 3]] *= -1.0
             module.weights()["third"].copy_(expected["third"].roll(1, dims=0))
     with Draws() as draws:

@@ -100,7 +100,7 @@ def _fit_in_backward(optimizer: Any) -> None:
 COLUMNS = column_wise(ranks=[0, 1], compute_kernel="fused")
 # accumulation and clipping: overlap/test_as_under_ddp
 REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: _fit(data=_data(1)), "there is 1 sample for 2 ranks.*devices=1"),
+    (lambda: _fit(data=_data(1)), "there is 1 sample for 2 ranks.*Use fewer ranks"),
     (lambda: _fit(data=_data(val_dataset=Samples(1))), r"val_dataset=...\).* 1 sample for 2 ranks"),
     (lambda: _fit(precision="64-true"), "precision='64-true'"),
     (lambda: _fit(overfit_batches=1), "overfit_batches=1.*limit_train_batches"),
