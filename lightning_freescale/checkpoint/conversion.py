@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import gather_objects, together
-from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file
+from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file, torch_folder
 from lightning_freescale.checkpoint.held_files import MANIFEST, VERSION, WHOLE
 from lightning_freescale.checkpoint.other_programs import as_checkpoint
 from lightning_freescale.checkpoint.remote_files import Location, files_of
@@ -52,13 +52,13 @@ class Opened:
     def damage(self, rank: int, ranks: int) -> str:
         """Return a description of the damage to this rank's share of the contents; empty if there is none."""
         if self.is_folder:
-            return sharded_folder.damage(self._files, rank, ranks)
+            return sharded_folder.damage(self._files, rank, ranks) if self.is_sharded else torch_folder.damage(self._files)
         return single_file.damage(self.file, rank, ranks)
 
     def read(self, weights_only: bool | None) -> Any:
         """Return the contents; large tensors are read when they are used."""
         if self.is_folder:
-            return sharded_folder.read(self._files, weights_only)
+            return sharded_folder.read(self._files, weights_only) if self.is_sharded else torch_folder.read(self._files)
         return single_file.read(self.file, weights_only)
 
 
@@ -256,7 +256,8 @@ def _changed(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> dic
 def _side_by_side(before: Tensor | StoredTensor, after: Tensor | StoredTensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield parts of the ids with the rows of both tensors."""
     if isinstance(before, StoredTensor) and isinstance(after, StoredTensor) and before.order == after.order:
-        for (ids, earlier), (_, later) in zip(before.rows(), after.rows()):
+        bounds = before.bounds() | after.bounds()  # folders of different numbers of ranks have different parts
+        for (ids, earlier), (_, later) in zip(before.rows(bounds=bounds), after.rows(bounds=bounds), strict=True):
             yield ids, earlier, later
     elif isinstance(after, StoredTensor):
         whole = before.whole() if isinstance(before, StoredTensor) else before

@@ -15,11 +15,10 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -170,9 +167,7 @@ def write_pieces(
 
 def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     """Read a checkpoint; tables and their states stay in the folder and are returned as :class:`.StoredTensor`."""
-    if not (folder / MANIFEST).is_file():
-        return _read_of_torch(folder)
-    described, pieces = _manifest(folder)["tensors"], _StoredPieces(folder)
+    described, pieces = _manifest(folder)["tensors"], StoredPieces(folder)
 
     def stored(leaf: str) -> Any:
         if not leaf.startswith(_MARK):
@@ -185,37 +180,6 @@ def read(folder: HeldFiles, weights_only: bool | None) -> Any:
     return pytree.tree_map_only(str, stored, single_file.read(folder / _META, weights_only))
 
 
-def _read_of_torch(folder: HeldFiles) -> dict[str, Any]:
-    """Read a folder that another program has written with DCP; large tensors stay in the folder, and objects are None."""
-    pieces, found = _StoredPieces(folder), {_META: None} if (folder / _META).is_file() else dict[str, Any]()
-    for name, stored in pieces.metadata.state_dict_metadata.items():
-        value: StoredTensor | Tensor | None = None
-        if isinstance(stored, TensorStorageMetadata):
-            order = RowOrder(stored.size[0]) if stored.size else None
-            tensor = StoredTensor(name, stored.size, stored.properties.dtype, order, pieces)
-            value = tensor if prod(tensor.shape) * tensor.dtype.itemsize >= LARGE else tensor.whole()
-        set_element(found, (pieces.metadata.planner_data or {}).get(name, (name,)), value)
-    return found
-
-
-def _is_of_torch(folder: HeldFiles) -> bool:
-    """Return whether another program has written the folder with DCP. DCP saves nested names unless a planner prevents it."""
-    has_metadata = not (folder / MANIFEST).is_file() and (folder / OF_TORCH).is_file()
-    return has_metadata and not ((folder / _META).is_file() and _StoredPieces(folder).metadata.planner_data is None)
-
-
-def _damage_of_torch(folder: HeldFiles) -> str:
-    ends: dict[str, int] = {}
-    for each in _StoredPieces(folder).metadata.storage_data.values():
-        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
-    for name, size in ends.items():
-        if not (folder / name).is_file():
-            return f"the file {name} is missing"
-        if (folder / name).stat().st_size < size:
-            return f"the file {name} has {(folder / name).stat().st_size} bytes instead of {size}"
-    return ""
-
-
 def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
     """Return a description of the damage to this rank's share of the files; empty if there is none.
 
@@ -223,8 +187,6 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
         OSError: a file that is there could not be read.
     """
     try:
-        if _is_of_torch(folder):
-            return _damage_of_torch(folder)
         files = sorted(_manifest(folder)["files"].items(), key=lambda item: -item[1]["bytes"])
         for name, expected in files[rank::ranks]:
             if not (folder / name).is_file():
@@ -239,11 +201,6 @@ def damage(folder: HeldFiles, rank: int, ranks: int) -> str:
 
 
 def _manifest(folder: HeldFiles) -> dict[str, Any]:
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(
-            f"it has no {MANIFEST} of strategy 'freescale', and it is not a folder of torch.distributed.checkpoint, or it is "
-            "incomplete"
-        )
     try:
         content = json.loads((folder / MANIFEST).read_text())
         expected = content.pop("crc32")
@@ -280,7 +237,7 @@ def _crc_of_file(path: Path) -> int:
     return found
 
 
-class _StoredPieces:
+class StoredPieces:
     """The tensors in a folder, by name."""
 
     def __init__(self, folder: HeldFiles) -> None:
@@ -299,9 +256,9 @@ class _StoredPieces:
             planner.set_up_planner({}, self.metadata)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
 
-    def row_bounds(self, name: str) -> list[int]:
-        """Return the first rows of a tensor's parts in the files, and the number of rows. DCP reads a part as a whole."""
-        return sorted({self._tensors[name].size[0], *(chunk.offsets[0] for chunk in self._tensors[name].chunks)})
+    def chunks(self, name: str) -> list[ChunkStorageMetadata]:
+        """Return the places of a tensor's parts in the files."""
+        return list(self._tensors[name].chunks)
 
 
 @dataclass(frozen=True)
@@ -312,7 +269,7 @@ class StoredTensor:
     shape: torch.Size  # shape of the whole tensor
     dtype: torch.dtype
     order: RowOrder | None  # order of the rows in the folder; None for a tensor without rows
-    pieces: _StoredPieces  # all tensors in the folder
+    pieces: StoredPieces  # all tensors in the folder
 
     def read(self, place: tuple[slice, ...], order: RowOrder, into: Tensor) -> None:
         """Read the rows at positions ``place[0]`` of ``order`` and the columns ``place[1:]`` into ``into``."""
@@ -337,12 +294,18 @@ class StoredTensor:
             found[ids] = rows
         return found
 
-    def rows(self, columns: tuple[slice, ...] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the ids and their rows, in the order of the folder."""
+    def bounds(self) -> set[int]:
+        """Return the first rows of the parts in the files, and the number of rows. DCP reads a part as a whole."""
+        return {self.shape[0], *(chunk.offsets[0] for chunk in self.pieces.chunks(self.name))}
+
+    def rows(
+        self, columns: tuple[slice, ...] | None = None, bounds: Iterable[int] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the ids and their rows, in the order of the folder, by default in the parts of the files."""
         assert self.order is not None
         columns = tuple(slice(0, size) for size in self.shape[1:]) if columns is None else columns
         widths = [column.stop - column.start for column in columns]
-        for start, stop in pairwise(self.pieces.row_bounds(self.name)):
+        for start, stop in pairwise(sorted(self.bounds() if bounds is None else bounds)):
             rows = torch.empty(stop - start, *widths, dtype=self.dtype)
             self.pieces.read(self.name, (slice(start, stop), *columns), rows)
             yield self.order.ids(start, stop), rows

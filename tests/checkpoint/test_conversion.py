@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_freescale import FreeScaleDataModule
-from lightning_freescale.checkpoint import conversion
+from lightning_freescale.checkpoint import conversion, sharded_folder
+from lightning_freescale.checkpoint.spread_tensors import DeferredTensor, Piece, SpreadTensors
 from lightning_freescale.checkpoint.unsharded import merge, split
 from lightning_freescale.command_line.main import main
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import TABLE, Large, fit
@@ -87,6 +90,26 @@ def test_changes_are_the_rows_that_a_step_has_updated(old: str, new: str, saved:
         before[name][changed["ids"]] = changed["rows"]
     assert all(torch.equal(before[name], after[name]) for name in after)
     assert torch.equal(changes[TABLE]["ids"], changes[TABLE]["ids"].unique())
+
+
+def _write(table: torch.Tensor, parts: int, folder: Path) -> None:
+    """Write a folder as a number of ranks does."""
+    order, bounds = RowOrder.hashed(len(table)), torch.linspace(0, len(table), parts + 1).long().tolist()
+    key, shape = ("table",), tuple(table.shape)
+    rows = [(slice(*part), slice(0, shape[1])) for part in pairwise(bounds)]
+    pieces = [(Piece(key, shape, table.dtype, at, order), table[order.ids(at[0].start, at[0].stop)]) for at in rows]
+    entries = {"state_dict": {"table": DeferredTensor.placeholder(key, shape, table.dtype)}}
+    sharded_folder.write(entries, folder, [SpreadTensors(pieces, None, table.device)], None)
+
+
+def test_changes_between_folders_of_different_numbers_of_ranks(tmp_path: Path) -> None:
+    old = torch.rand(101, 2)
+    new = old.clone()
+    new[[3, 50, 99]] += 1
+    for table, ranks in ((old, 2), (new, 3)):
+        _write(table, ranks, tmp_path / str(ranks))
+    found = conversion.changed_rows(*(conversion.read_checkpoint(tmp_path / ranks) for ranks in "23"))["table"]
+    assert found["ids"].tolist() == [3, 50, 99] and torch.equal(found["rows"], new[found["ids"]])
 
 
 def test_changes_are_those_of_matrices() -> None:

@@ -67,6 +67,12 @@ def _lose(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 
 
+def _copy_in_part(path: Path) -> None:
+    """Leave the files of DCP, as a copy that has not ended does."""
+    for name in ("freescale.json", "meta.pt"):
+        (path / name).unlink()
+
+
 def _link_to_itself(name: str) -> Callable[[Path], None]:
     def replace(path: Path) -> None:
         (path / name).unlink()
@@ -96,6 +102,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "lost table": ("sharded", _lose("__0_0.distcp"), r"rank \d: [^;]*__0_0.distcp"),
     "loop of links": ("sharded", _link_to_itself("__0_0.distcp"), r"could not be read: rank 0: OSError: \[Errno 40\]"),
     "lost manifest": ("sharded", _lose("freescale.json"), "rank 0: [^;]*freescale.json"),
+    "copied in part": ("sharded", _copy_in_part, "damaged or incomplete.*rank 0: [^;]*freescale.json"),
     "another version": ("sharded", _of_another_version, "rank 0: [^;]*99.*7.0"),
     "edited manifest": ("sharded", _write_manifest('"float32"', '"float64"'), "rank 0: [^;]*freescale.json"),
     "no manifest": ("sharded", _write_manifest("{}"), "rank 0: [^;]*freescale.json"),
@@ -353,7 +360,8 @@ def test_a_damaged_last_one_gives_way_to_the_newest_whole_one(kind: str, saved: 
         source, path = saved.folder / f"{kind}{step}.ckpt", tmp_path / f"{name}.ckpt"
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
         if name in ("last", "torn"):
-            _flip(path) if name == "torn" or path.is_dir() else _flip_at(CENTRAL, 8, 1)(path)
+            of_folder, of_file = (_copy_in_part, _flip) if name == "torn" else (_flip, _flip_at(CENTRAL, 8, 1))
+            (of_folder if path.is_dir() else of_file)(path)
         os.utime(path, (1e9 - age, 1e9 - age))
     saving = ModelCheckpoint(tmp_path, save_last=True)
     found = run_distributed(fit, 2, Large, callbacks=[saving], resume="last")[0]
