@@ -134,6 +134,8 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
             raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint or a state dict.")
         if VERSION not in found and not checkpoint.is_sharded:
             found = as_checkpoint(found, path, checkpoint.is_folder)
+        if "state_dict" not in found:
+            raise ValueError(f"{path} is not a checkpoint of the Trainer: it has no state_dict.")
     except UnpicklingError as error:
         if "ShardedTensor" in str(error):
             raise ValueError(

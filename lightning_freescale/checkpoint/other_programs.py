@@ -7,7 +7,7 @@ states by the names of parameters, and :func:`with_optimizer_states` numbers the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -27,6 +27,10 @@ CONVERTED = "freescale_converted"
 """The entry of a converted checkpoint with its former format, the optimizer states by parameter, and what is left out."""
 _MODELS = ("state_dict", "model", "module")
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
+_EXTRA_STATE = "_extra_state"
+"""The end of the names of what modules save with ``get_extra_state``."""
+_Named = dict[str, list[tuple[str, bool, dict[str, Any]]]]
+"""States by parameter: the entry of each, whether it has the parameter's exact name, and the states."""
 _TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
 
 
@@ -39,28 +43,34 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     models = [name for name in _MODELS if isinstance(found.get(name), dict)]
     if not models and len(found) == 1 and isinstance(inner := next(iter(found.values())), dict):
         return as_checkpoint(inner, path, is_folder)  # such as {"app": {"model": ..., "optimizer": ...}}
-    weights = found[models[0]] if models else found
+    entries = found[models[0]] if models else found
+    weights = {name: value for name, value in entries.items() if isinstance(value, (Tensor, StoredTensor))}
+    left_out = [name for name in entries if name not in weights]
     kind = "a folder of torch.distributed.checkpoint" if is_folder else "a file of torch.save"
-    if len(models) > 1 or not weights or not all(isinstance(value, (Tensor, StoredTensor)) for value in weights.values()):
+    has_others = not models and any(not str(name).endswith(_EXTRA_STATE) for name in left_out)
+    if len(models) > 1 or not weights or has_others or not all(isinstance(name, str) for name in weights):
         raise ValueError(
-            f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model: a state dict has only "
-            f"tensors, alone or as one of the entries {', '.join(_MODELS)}, but the entries are {', '.join(map(str, found))}. "
+            f"{path} is {kind} and not a checkpoint of the Trainer. It has no state dict of a model: a state dict has tensors "
+            f"by name, alone or as one of the entries {', '.join(_MODELS)}, but the entries are {', '.join(map(str, found))}. "
             f"Write a file with '{_TO_FILE}', save only the state dict with torch.save, and load this file or run 'freescale "
             "convert FILE TARGET'."
         )
     for wrapper in _WRAPPERS * 2:
         if all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
-    states: dict[str, dict[str, Any]] = {}
-    others = [(name, value) for name, value in found.items() if models and name != models[0]]
-    left_out = [left for name, value in others for left in _add_states(states, weights, name, value)]
+    named: _Named = defaultdict(list)
+    if models:
+        left_out = [f"{models[0]}.{name}" for name in left_out]
+        for name in (name for name in found if name != models[0]):
+            left_out += _add_states(named, weights, name, found[name])
+    states = _chosen(named, left_out)
     converted = {"format": kind, "optimizer_states": states, "left_out": left_out}
     # Lightning resumes a fit only if a checkpoint has lists for optimizers and schedulers
     lists: dict[str, Any] = {"optimizer_states": [], "lr_schedulers": []}
     return {"state_dict": weights, **lists, VERSION: version("lightning"), CONVERTED: converted}
 
 
-def _add_states(states: dict[str, dict[str, Any]], weights: Mapping[str, Any], entry: str, value: Any) -> Iterator[str]:
+def _add_states(named: _Named, weights: Mapping[str, Any], entry: str, value: Any) -> Iterator[str]:
     """Add the optimizer states in an entry, by parameter, and yield the names of what is left out."""
     of_optimizer = value.get("state") if isinstance(value, dict) else None
     if of_optimizer is None:
@@ -69,15 +79,49 @@ def _add_states(states: dict[str, dict[str, Any]], weights: Mapping[str, Any], e
         yield f"{entry} (its states have numbers instead of names; torchrec.optim.keyed.KeyedOptimizerWrapper saves names)"
     else:
         yield from (f"{entry}.{name}" for name in value if name != "state")
+        parameters = _parameters(of_optimizer, weights)
         for name, of_parameter in of_optimizer.items():
-            # CombinedOptimizer puts the names of its optimizers before those of the parameters
-            parameter = next((end for end in _ends(name) if end in weights), None)
-            if parameter is None or not isinstance(of_parameter, dict):
-                yield f"{entry}.state.{name}"
-            elif parameter in states:
-                raise ValueError(f"the checkpoint has states of {parameter} in two optimizers, and one of them is {entry}")
+            if name in parameters and isinstance(of_parameter, dict):
+                states = _torch_states(of_parameter, tuple(weights[parameters[name]].shape))
+                named[parameters[name]].append((f"{entry}.state.{name}", name == parameters[name], states))
             else:
-                states[parameter] = _torch_states(of_parameter, tuple(weights[parameter].shape))
+                yield f"{entry}.state.{name}"
+
+
+def _parameters(names: Collection[str], weights: Collection[str]) -> dict[str, str]:
+    """Return the parameters of the names in an optimizer's states that have one.
+
+    CombinedOptimizer puts the names of its optimizers before those of the parameters. A prefix is the name of an optimizer only
+    if all names that begin with it are parameters without it, except special ones such as "__warmup".
+    """
+    found = {name: each for name in names for each in (_unwrapped(name), name) if each in weights}
+    ends = {name: next((end for end in _ends(name) if end in weights), name) for name in names if name not in found}
+    for prefix in sorted({name.removesuffix(end) for name, end in ends.items()} - {""}):
+        rests = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        of_optimizer = {name: rest for name, rest in rests.items() if not rest.startswith("__")}
+        if all(rest in weights for rest in of_optimizer.values()):
+            found = of_optimizer | found
+    return found
+
+
+def _chosen(named: _Named, left_out: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the states of each parameter: those with its exact name, or else the only ones. Add the others to ``left_out``."""
+    chosen = {}
+    for parameter, found in named.items():
+        exact = [states for _, is_exact, states in found if is_exact]
+        if len(exact) > 1:
+            entries = " and ".join(entry for entry, is_exact, _ in found if is_exact)
+            raise ValueError(f"the checkpoint has states of {parameter} in two optimizers: {entries}")
+        if exact or len(found) == 1:
+            chosen[parameter] = exact[0] if exact else found[0][2]
+        left_out += [entry for entry, is_exact, _ in found if len(found) > 1 and not is_exact]
+    return chosen
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS * 2:
+        name = name.removeprefix(wrapper)
+    return name
 
 
 def _ends(name: str) -> list[str]:
@@ -104,32 +148,46 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
         ValueError: they differ in another way, or several prefixes are possible.
     """
     weights, converted = checkpoint["state_dict"], checkpoint[CONVERTED]
-    prefixes = defaultdict(list)
+    same_end = defaultdict(list)
     for name in expected:
         for end in _ends(name):
-            prefixes[end].append(name.removesuffix(end))
-    changes = [{(name.removesuffix(end), new) for end in _ends(name) for new in prefixes[end]} for name in weights]
-    common = set.intersection(*([each for each in changes if each or strict] or [set()]))
-    # two changes are the same if one removes a part and adds it again
-    first = next(iter(weights))
-    results = {new + first.removeprefix(old): (old, new) for old, new in common}
-    old, new = ("", "") if first in results else next(iter(results.values()), ("", ""))
-    names = {name: new + name.removeprefix(old) for name in weights}
+            same_end[end].append(name)
+    examples: dict[tuple[str, str], list[str]] = defaultdict(list)  # new names, by removed and added prefix
+    for name in weights:
+        # the longest common end of two names, because a change need not remove a part and add it again
+        ends = {other: end for end in reversed(_ends(name)) for other in same_end[end]}
+        for other, end in ends.items():
+            examples[name.removesuffix(end), other.removesuffix(end)].append(other)
+    most = len(weights) if strict else max(map(len, examples.values()), default=0)
+    fits = [change for change, others in examples.items() if len(others) == most]
+    if ("", "") in (fits if strict else examples):
+        fits = [("", "")]
+    old, new = fits[0] if fits else ("", "")
+    names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in weights}
     wrong = differences(dict.fromkeys(expected, ()), dict.fromkeys(names.values(), ()))
-    if len(results) > 1 and first not in results:
-        wrong = f"several prefixes fit, such as in {' and '.join(sorted(results))}"
-    elif not strict and set(expected) & {*names.values()}:
+    if len(fits) > 1:
+        wrong = f"several prefixes fit, such as in {' and '.join(sorted(examples[change][0] for change in fits[:2]))}"
+    elif not strict and fits:
         wrong = ""
     if wrong:
+        first, other = next(iter(weights)), next(iter(expected), "(it has none)")
+        loose = " With strict_loading=False in the LightningModule, only the keys that both have are loaded."
         raise ValueError(
-            f"{path} was {converted['format']}, whose keys, such as {first}, are not those of {module}, such as {expected[0]}: "
+            f"{path} was {converted['format']}, whose keys, such as {first}, are not those of {module}, such as {other}: "
             f"{wrong}. Write a file with 'freescale convert {path} FILE' or, from a folder, with '{_TO_FILE}', rename the keys "
-            "of its state dict with torch.load and torch.save, and load this file. With strict_loading=False in the "
-            "LightningModule, only the keys that both have are loaded."
+            f"of its state dict with torch.load and torch.save, and load this file.{loose if strict else ''}"
         )
     states = {names[name]: value for name, value in converted["optimizer_states"].items()}
     renamed = {names[name]: value for name, value in weights.items()}
     return {**checkpoint, "state_dict": renamed, CONVERTED: {**converted, "optimizer_states": states}}
+
+
+def _step(states: Mapping[str, Any]) -> int | None:
+    """Return the number of updates, or None if the states have no single number."""
+    step = states.get("step")
+    if isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1):
+        return int(step)
+    return None
 
 
 def with_optimizer_states(
@@ -141,14 +199,15 @@ def with_optimizer_states(
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
     """Return the optimizer states as :func:`.optimizer_state_dict` returns them, and the names of what is left out."""
     states, left_out = converted["optimizer_states"], list(converted["left_out"])
-    steps = {int(each["step"]) for each in states.values() if "step" in each}
-    step = steps.pop() if len(steps) == 1 else None
+    most_steps = max((step for each in states.values() if (step := _step(each)) is not None), default=None)
 
     def fitting(name: str, expected: Mapping[str, tuple[int, ...]] | None, uncounted: str = "") -> dict[str, Any]:
         """Return the states of a parameter with the number of updates, which only an ``uncounted`` state does not need."""
         found = dict(states.get(name, {}))
-        given = found.pop("step", step)
-        if {key: tuple(value.shape) for key, value in found.items()} != expected:
+        own = _step(found)
+        given = most_steps if own is None else own
+        found.pop("step", None)
+        if {key: getattr(value, "shape", None) for key, value in found.items()} != expected:
             left_out.append(f"{' and '.join(found) or 'optimizer states'} of {name}")
         elif given is None and not found.keys() <= {uncounted, "momentum_buffer"}:
             left_out.append(f"{' and '.join(found)} of {name}, because the number of updates is missing")
@@ -162,7 +221,8 @@ def with_optimizer_states(
         saved.append(optimizer.state_dict())
         every = ((group, parameter) for group in optimizer.param_groups for parameter in group["params"])
         for index, (group, parameter) in enumerate(every):
-            if found := fitting(names[parameter], state_shapes(type(optimizer), group, tuple(parameter.shape))):
+            name = names.get(parameter)  # None for a parameter outside of the module
+            if name and (found := fitting(name, state_shapes(type(optimizer), group, tuple(parameter.shape)))):
                 saved[-1]["state"][index] = found
     if tables is None or groups is None:
         return saved, {}, left_out
@@ -175,7 +235,7 @@ def with_optimizer_states(
     in_backward = {key: of_tables.pop(key) for key in groups.in_backward}
     in_groups = {key: each for key, each in of_tables.items() if each}
     full = merge(saved[0], groups.layout(), groups.tables, in_groups, updates)
-    return [full], {"updates": step or 0, "table_updates": updates, "in_backward_states": in_backward}, left_out
+    return [full], {"updates": most_steps or 0, "table_updates": updates, "in_backward_states": in_backward}, left_out
 
 
 def notice(converted: Mapping[str, Any], left_out: Sequence[str], fits: bool) -> str:

@@ -254,11 +254,12 @@ class StoredPieces:
             place = place[: len(self._tensors[name].size)]  # a row-wise state of TorchRec has no columns
             planner = _LoadPlanner(name, place, into.view([part.stop - part.start for part in place]))
             planner.set_up_planner({}, self.metadata)
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-
-    def chunks(self, name: str) -> list[ChunkStorageMetadata]:
-        """Return the places of a tensor's parts in the files."""
-        return list(self._tensors[name].chunks)
+            try:
+                self._reader.read_data(planner.create_local_plan(), planner).wait()
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:  # damage makes torch raise errors of many types
+                raise ValueError(f"the checkpoint is damaged: {name} cannot be read ({error_text(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class StoredTensor:
 
     def bounds(self) -> set[int]:
         """Return the first rows of the parts in the files, and the number of rows. DCP reads a part as a whole."""
-        return {self.shape[0], *(chunk.offsets[0] for chunk in self.pieces.chunks(self.name))}
+        stored: Any = self.pieces.metadata.state_dict_metadata[self.name]
+        return {self.shape[0], *(chunk.offsets[0] for chunk in stored.chunks)}
 
     def rows(
         self, columns: tuple[slice, ...] | None = None, bounds: Iterable[int] | None = None

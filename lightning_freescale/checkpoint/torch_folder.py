@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.checkpoint.held_files import MANIFEST, OF_TORCH, HeldFiles
 from lightning_freescale.checkpoint.sharded_folder import StoredPieces, StoredTensor
@@ -34,7 +35,12 @@ def damage(folder: HeldFiles) -> str:
     Raises:
         OSError: a file that is there could not be read.
     """
-    pieces = StoredPieces(folder) if (folder / OF_TORCH).is_file() else None
+    try:
+        pieces = StoredPieces(folder) if (folder / OF_TORCH).is_file() else None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # damage makes pickle raise errors of many types
+        return f"its {OF_TORCH} cannot be read ({error_text(error)})"
     # DCP's planner notes nested names, and an incomplete folder of strategy 'freescale' has none
     if pieces is None or pieces.metadata.planner_data is None:
         return (

@@ -99,7 +99,8 @@ def loaded_state(
     for shard in shards:
         if shard.table.key in weights:
             _read(weights[shard.table.key], shard, shard.weight)
-    dense = materialized({name: value for name, value in whole.items() if name not in names})
+    others = module.state_dict().keys() - names.keys()
+    dense = materialized({name: value for name, value in whole.items() if name in others})
     return {**whole, **dense, **{name: value for name, value in held.items() if name in whole or name in names}}
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.checkpoint.conversion import read_checkpoint
-from lightning_freescale.checkpoint.other_programs import CONVERTED, rename_keys
+from lightning_freescale.checkpoint.other_programs import CONVERTED, as_checkpoint, rename_keys, with_optimizer_states
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Seen, fit
@@ -186,6 +186,41 @@ def test_states_of_the_same_optimizer_are_loaded_and_others_are_named(tmp_path: 
     assert not left and all(f"of net.{name}, because the number of updates is missing" in said for name in adam)
 
 
+def _started_alone(states: dict[str, dict[str, Any]]) -> tuple[dict[int, Any], list[str]]:
+    """Return the states of a linear layer in a new optimizer, and what is left out."""
+    module = torch.nn.Linear(2, 3)
+    converted = {"optimizer_states": states, "left_out": []}
+    saved, _, left_out = with_optimizer_states(converted, module, [torch.optim.Adam(module.parameters())], None, None)
+    return saved[0]["state"], left_out
+
+
+def test_states_without_a_step_have_the_most_steps_of_the_others() -> None:
+    weight, bias = ({name: torch.rand(shape) for name in ("exp_avg", "exp_avg_sq")} for shape in ((3, 2), (3,)))
+    for step in ({}, {"step": torch.ones(2)}):
+        loaded, left_out = _started_alone({"weight": {**weight, **step}, "bias": {**bias, "step": 5}, "frozen": {"step": 3}})
+        assert_same(loaded, {index: {**each, "step": torch.tensor(5.0)} for index, each in enumerate((weight, bias))})
+        assert not left_out
+    loaded, left_out = _started_alone({"weight": {**weight, "exp_avg": 0.5, "step": 1}, "bias": bias})
+    assert list(loaded) == [1] and left_out == ["exp_avg and exp_avg_sq of weight"], "a number is no state of a parameter"
+
+
+def test_states_belong_to_the_names_of_parameters() -> None:
+    """Name states with the prefixes of two optimizers and a wrapper, and with those of other modules."""
+    state = {"sum": torch.ones(2)}
+
+    def found(*names: str) -> tuple[list[str], list[str]]:
+        weights = {name: torch.zeros(2) for name in ("a.w", "b.w", "w")}
+        entries = {"model": weights, "optimizer": {"state": dict.fromkeys(names, state)}}
+        converted = as_checkpoint(entries, "a.pt", False)[CONVERTED]
+        return list(converted["optimizer_states"]), [name.removeprefix("optimizer.state.") for name in converted["left_out"]]
+
+    assert found("fused.a.w", "dense.module.b.w", "dense.__warmup") == (["a.w", "b.w"], ["dense.__warmup"])
+    assert found("encoder.b.w", "encoder.other", "b.w") == (["b.w"], ["encoder.b.w", "encoder.other"])
+    assert found("encoder.b.w", "encoder.other", "module.a.w") == (["a.w"], ["encoder.b.w", "encoder.other"])
+    assert found("dense.w", "w") == (["w"], ["dense.w"])
+    assert found("first.w", "second.w") == ([], ["first.w", "second.w"])
+
+
 # -- names
 
 
@@ -203,7 +238,10 @@ def test_keys_may_differ_by_a_prefix() -> None:
     assert _renamed(["model.a", "model.b"], ["a", "b"]) == ["a", "b"]
     assert _renamed(["a.a.w"], ["a.w"]) == ["a.w"]
     assert _renamed(["x.w"], ["one.w", "x.w"], strict=False) == ["x.w"], "the same names are better than another prefix"
+    assert _renamed(["w", "v"], ["w", "net.w", "net.v"], strict=False) == ["w", "v"], "they are better for one name, too"
     assert _renamed(["w", "extra"], ["net.w", "net.v"], strict=False) == ["net.w", "net.extra"]
+    assert _renamed(["a.w", "b.w", "old"], ["net.a.w", "net.b.w"], strict=False) == ["net.a.w", "net.b.w", "net.old"]
+    assert _renamed(["a.b.w", "a.c.w", "d.w"], ["b.w", "c.w"], strict=False) == ["b.w", "c.w", "d.w"]
 
 
 @pytest.mark.parametrize(
@@ -217,12 +255,15 @@ def test_keys_may_differ_by_a_prefix() -> None:
         ),
         (["net.a", "net.b"], ["a"], True, "missing keys a; unexpected keys net.a, net.b"),
         (["a"], ["query.a", "item.a"], False, "several prefixes fit, such as in item.a and query.a"),
+        (["a.w", "b.w"], ["c.w", "d.w"], False, "several prefixes fit, such as in c.w and d.w"),
         (["a"], ["b"], False, "missing keys b; unexpected keys a.*dcp_to_torch"),
+        (["a"], [], True, "unexpected keys a"),
     ],
 )
 def test_other_names_are_refused(weights: list[str], expected: list[str], strict: bool, said: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){said}"):
+    with pytest.raises(ValueError, match=f"(?s){said}") as refused:
         _renamed(weights, expected, strict)
+    assert ("strict_loading=False" in str(refused.value)) == strict
 
 
 # -- what is not a checkpoint
@@ -234,15 +275,20 @@ def _damage_of(name: str, folder: Path) -> Path:
     table = torch.arange(12.0).view(6, 2)
     if name == "no model":
         dcp.save({"app": {"tables": {"a": table}, "count": 3}}, checkpoint_id=path, no_dist=True)
-    elif name == "an object":
-        dcp.save({"model": {"a": table, "b": Path("b")}}, checkpoint_id=path, no_dist=True)
+    elif name == "objects":
+        dcp.save({"model": {"b": Path("b"), "c": 3}}, checkpoint_id=path, no_dist=True)
+    elif name == "numbered":
+        torch.save({"model": {0: table}}, path)
     elif name == "twice":
         optimizers = {each: {"state": {"a": {"sum": table}}} for each in ("first", "second")}
         torch.save({"model": {"a": table}, **optimizers}, path)
     else:
         dcp.save({"model": {"a": table}}, checkpoint_id=path, no_dist=True)
-        (file,) = path.glob("*.distcp")
-        file.unlink() if name == "lost file" else file.write_bytes(file.read_bytes()[:-100])
+        (file,) = [path / ".metadata"] if name == "cut metadata file" else path.glob("*.distcp")
+        content = file.read_bytes()
+        file.unlink()
+        if name != "lost file":
+            file.write_bytes(bytes(len(content)) if name == "cleared file" else content[:-100])
     return path
 
 
@@ -250,9 +296,12 @@ def _damage_of(name: str, folder: Path) -> Path:
     ("name", "said"),
     [
         ("no model", "folder of torch.distributed.checkpoint.*entries are tables, count.*dcp_to_torch.*freescale convert"),
-        ("an object", "folder of torch.distributed.checkpoint.*entries are model"),
+        ("objects", "folder of torch.distributed.checkpoint.*entries are model"),
+        ("numbered", "file of torch.save.*no state dict of a model"),
         ("twice", "states of a in two optimizers.*second"),
         ("lost file", "incomplete.*distcp is missing"),
+        ("cut metadata file", r"incomplete.*\.metadata cannot be read"),
+        ("cleared file", "damaged: model.a cannot be read"),
         ("cut file", "incomplete.*distcp has .* bytes instead of"),
     ],
 )
@@ -260,6 +309,19 @@ def test_what_cannot_be_loaded_names_the_format_and_what_helps(name: str, said: 
     with pytest.raises(ValueError, match=f"(?s){said}") as refused:
         read_checkpoint(_damage_of(name, tmp_path))
     assert ("damaged" in str(refused.value)) == name.endswith("file")
+    assert "--trust" not in str(refused.value)
+
+
+def test_other_entries_than_tensors_are_left_out(tmp_path: Path) -> None:
+    weights, extra = {"w": torch.ones(2)}, {"norm._extra_state": {"scale": 2}}
+    torch.save({**weights, **extra}, tmp_path / "bare")
+    torch.save({"model": {**weights, **extra, "version": 3}, "epoch": 1}, tmp_path / "file")
+    dcp.save({"model": {**weights, "norm._extra_state": Path("a")}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    left_out = {"bare": [*extra], "file": ["model.norm._extra_state", "model.version", "epoch"]}
+    for name, names in {**left_out, "dcp": ["model.norm._extra_state"]}.items():
+        found = read_checkpoint(tmp_path / name)
+        assert_same(found["state_dict"], weights)
+        assert found[CONVERTED]["left_out"] == names
 
 
 def test_optimizer_states_without_names_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

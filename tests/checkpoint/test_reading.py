@@ -22,7 +22,7 @@ from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.checkpoint.conversion import opened, read
-from lightning_freescale.checkpoint.held_files import HeldFiles
+from lightning_freescale.checkpoint.held_files import VERSION, HeldFiles
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
@@ -133,6 +133,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "empty file": ("single", lambda path: path.write_bytes(b""), "rank 0: [^;]*empty"),
     "text": ("single", lambda path: path.write_text("no checkpoint " * 100), "rank 0: [^;]*torch.save"),
     "no weights": ("single", lambda path: torch.save({"epoch": torch.ones(1), "step": 3}, path), "no state dict.* epoch, step"),
+    "no state_dict": ("single", lambda path: torch.save({VERSION: "2.6.6", "epoch": 1}, path), "has no state_dict"),
     "list": ("single", lambda path: torch.save([1, 2], path), "list"),
     "own class": ("single", lambda path: torch.save({"state_dict": {}, "data": Samples(2)}, path), "weights_only"),
     "nothing": ("single", Path.unlink, ""),
