@@ -20,9 +20,8 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale._runtime.object_gather import gather_objects, together
-from lightning_freescale.checkpoint import remote_files, sharded_folder, single_file, torch_folder
+from lightning_freescale.checkpoint import other_programs, remote_files, sharded_folder, single_file
 from lightning_freescale.checkpoint.held_files import MANIFEST, VERSION, WHOLE
-from lightning_freescale.checkpoint.other_programs import as_checkpoint
 from lightning_freescale.checkpoint.remote_files import Location, files_of
 from lightning_freescale.checkpoint.sharded_folder import StoredTensor
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensor, Piece, SpreadTensors
@@ -52,13 +51,13 @@ class Opened:
     def damage(self, rank: int, ranks: int) -> str:
         """Return a description of the damage to this rank's share of the contents; empty if there is none."""
         if self.is_folder:
-            return sharded_folder.damage(self._files, rank, ranks) if self.is_sharded else torch_folder.damage(self._files)
+            return sharded_folder.damage(self._files, rank, ranks) if self.is_sharded else other_programs.damage(self._files)
         return single_file.damage(self.file, rank, ranks)
 
     def read(self, weights_only: bool | None) -> Any:
         """Return the contents; large tensors are read when they are used."""
         if self.is_folder:
-            return sharded_folder.read(self._files, weights_only) if self.is_sharded else torch_folder.read(self._files)
+            return sharded_folder.read(self._files, weights_only) if self.is_sharded else other_programs.read(self._files)
         return single_file.read(self.file, weights_only)
 
 
@@ -133,7 +132,7 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint or a state dict.")
         if VERSION not in found and not checkpoint.is_sharded:
-            found = as_checkpoint(found, path, checkpoint.is_folder)
+            found = other_programs.as_checkpoint(found, path, checkpoint.is_folder)
         if "state_dict" not in found:
             raise ValueError(f"{path} is not a checkpoint of the Trainer: it has no state_dict.")
     except UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, such as a loop with TorchRec, in the form of a checkpoint of the Trainer.
+"""Checkpoints of other programs, such as a loop with TorchRec, as files or folders, in the form of a checkpoint of the Trainer.
 
 The Trainer's optimizer states have the numbers of parameters, which depend on the module. So a converted checkpoint has the
 states by the names of parameters, and :func:`with_optimizer_states` numbers them.
@@ -10,17 +10,23 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_freescale.checkpoint.held_files import VERSION
-from lightning_freescale.checkpoint.sharded_folder import StoredTensor
+from lightning_freescale._runtime.error_text import error_text
+from lightning_freescale.checkpoint import sharded_folder
+from lightning_freescale.checkpoint.held_files import MANIFEST, OF_TORCH, VERSION, HeldFiles
+from lightning_freescale.checkpoint.sharded_folder import StoredPieces, StoredTensor
 from lightning_freescale.checkpoint.unsharded import differences, merge
 from lightning_freescale.embeddings.optimizer import state_shapes
 from lightning_freescale.embeddings.parameter_groups import ParameterGroups
+from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import ShardedTables
 
 CONVERTED = "freescale_converted"
@@ -32,6 +38,48 @@ _EXTRA_STATE = "_extra_state"
 _Named = dict[str, list[tuple[str, bool, dict[str, Any]]]]
 """States by parameter: the entry of each, whether it has the parameter's exact name, and the states."""
 _TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
+
+
+def read(folder: HeldFiles) -> dict[str, Any]:
+    """Read a folder of torch.distributed.checkpoint (DCP); large tensors stay in the folder, and objects are None."""
+    pieces, found = StoredPieces(folder), dict[str, Any]()
+    for name, stored in pieces.metadata.state_dict_metadata.items():
+        value: StoredTensor | Tensor | None = None
+        if isinstance(stored, TensorStorageMetadata):
+            order = RowOrder(stored.size[0]) if stored.size else None
+            tensor = StoredTensor(name, stored.size, stored.properties.dtype, order, pieces)
+            value = tensor if prod(tensor.shape) * tensor.dtype.itemsize >= sharded_folder.LARGE else tensor.whole()
+        set_element(found, pieces.metadata.planner_data.get(name, (name,)), value)
+    return found
+
+
+def damage(folder: HeldFiles) -> str:
+    """Return a description of the damage to a folder of DCP; empty if there is none.
+
+    Raises:
+        OSError: a file that is there could not be read.
+    """
+    try:
+        pieces = StoredPieces(folder) if (folder / OF_TORCH).is_file() else None
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # damage makes pickle raise errors of many types
+        return f"its {OF_TORCH} cannot be read ({error_text(error)})"
+    # DCP's planner notes nested names, and an incomplete folder of strategy 'freescale' has none
+    if pieces is None or pieces.metadata.planner_data is None:
+        return (
+            f"it has no {MANIFEST} of strategy 'freescale', and it is not a folder of torch.distributed.checkpoint, or it is "
+            "incomplete"
+        )
+    ends: dict[str, int] = {}
+    for each in pieces.metadata.storage_data.values():
+        ends[each.relative_path] = max(ends.get(each.relative_path, 0), each.offset + each.length)
+    for name, size in ends.items():
+        if not (folder / name).is_file():
+            return f"the file {name} is missing"
+        if (folder / name).stat().st_size < size:
+            return f"the file {name} has {(folder / name).stat().st_size} bytes instead of {size}"
+    return ""
 
 
 def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str, Any]:
@@ -204,8 +252,7 @@ def with_optimizer_states(
     def fitting(name: str, expected: Mapping[str, tuple[int, ...]] | None, uncounted: str = "") -> dict[str, Any]:
         """Return the states of a parameter with the number of updates, which only an ``uncounted`` state does not need."""
         found = dict(states.get(name, {}))
-        own = _step(found)
-        given = most_steps if own is None else own
+        given = most_steps if (own := _step(found)) is None else own
         found.pop("step", None)
         if {key: getattr(value, "shape", None) for key, value in found.items()} != expected:
             left_out.append(f"{' and '.join(found) or 'optimizer states'} of {name}")
