@@ -111,9 +111,10 @@ def test_one_rank_and_converted_files_continue_as_well(made: Loop, tmp_path: Pat
                 assert len(ours["said"]) == 1 and "without epoch. " in ours["said"][0], ours["said"]
 
 
-def _weights(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _weights(path: Path, strict: bool = True) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the weights that validation has loaded, and the warnings."""
     module = Ported()
+    module.strict_loading = strict
     validating = trainer(devices=int(os.environ["WORLD_SIZE"]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -131,6 +132,18 @@ def test_bare_state_dicts_load_in_every_form(made: Loop, tmp_path: Path) -> None
         assert ["epoch" in each for each in said] == [True] * (name == "dcp"), said
     ours = run_distributed(_resume, 2, made.folder / "bare.pt")[0]
     assert len(ours["said"]) == 1 and "optimizer states of net.embeddings.embeddings.item.weight" in ours["said"][0]
+
+
+def test_tensors_that_the_module_does_not_have_are_not_read(tmp_path: Path) -> None:
+    path, weights = tmp_path / "dcp", dict(Ported().state_dict())
+    dcp.save({"model": {**weights, "spare": torch.zeros(sharded_folder.LARGE)}}, checkpoint_id=path, no_dist=True)
+    places = dcp.FileSystemReader(path).read_metadata().storage_data
+    (place,) = (each for index, each in places.items() if index.fqn == "model.spare")
+    with open(path / place.relative_path, "r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
+    found, _ = run_distributed(_weights, 1, path, False)[0]
+    assert_same(found, weights)
 
 
 # -- optimizer states
@@ -309,7 +322,7 @@ def test_what_cannot_be_loaded_names_the_format_and_what_helps(name: str, said: 
     with pytest.raises(ValueError, match=f"(?s){said}") as refused:
         read_checkpoint(_damage_of(name, tmp_path))
     assert ("damaged" in str(refused.value)) == name.endswith("file")
-    assert "--trust" not in str(refused.value)
+    assert "--trust" not in str(refused.value) and "weights_only" not in str(refused.value)
 
 
 def test_other_entries_than_tensors_are_left_out(tmp_path: Path) -> None:
