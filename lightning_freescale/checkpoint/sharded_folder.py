@@ -258,7 +258,7 @@ class StoredPieces:
                 self._reader.read_data(planner.create_local_plan(), planner).wait()
             except (OSError, MemoryError):
                 raise
-            except Exception as error:  # damage makes torch raise errors of many types, some of which advise to run code
+            except Exception as error:  # torch raises errors of many types, and their texts may advise to run code
                 raise ValueError(f"the checkpoint is damaged: {name} cannot be read ({type(error).__name__})") from error
 
 
