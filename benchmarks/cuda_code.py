@@ -60,8 +60,6 @@ FUNCTIONS = {
     "profiling/recording/memory.py": {"_allocated": "memory_reader calls it for CUDA devices"},
     "profiling/reporting/kineto.py": {
         "temporal_breakdown": "of kernels on a GPU",
-        "_union": "temporal_breakdown calls it",
-        "KinetoWindow.breakdown": "of kernels on a GPU",
     },
     "training/next_ids.py": {
         "EarlyCopy.__init__": "for_device makes it for CUDA devices",

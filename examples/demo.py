@@ -129,15 +129,15 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
         gains = f"{f'{report.samples_per_s / plain.samples_per_s:.2f}x':>10}{f'{_equal(plain, report):.2f}x':>18}"
         score = run["scores"]["test_NDCG@10"]
         lines.append(f"{name:<18}{shares}{report.step_s * 1e3:>10.1f}{report.samples_per_s:>11.1f}{gains}{score:>10.4f}")
-    plan, limit = balanced.balance, plain.limit
+    plan, limit = balanced.balance["compute"], plain.limit
     removed = 1 - last.bubble / plain.bubble if plain.bubble else 0.0
     lines += [
         "plain: TorchRec's own exchange with DDP. data, straggler, transfer: waits for the batch, for a slower rank, and for",
         "  bytes that compute does not hide. host: the loop and its hooks. speed-up: ratio of samples/s, which other programs",
         "  on the machine affect. at equal compute: speed-up by the bubbles alone, without the compute that a technique adds,",
         "  such as a split backward.",
-        f"imbalance of compute (max / mean): predicted {plan.unbalanced:.3f} as drawn, {plan.balanced:.3f} balanced,",
-        f"  no assignment gets below {plan.lower_bound:.3f}, by the costs of the plans;",
+        f"imbalance of compute (max / mean): predicted {plan['as_drawn']:.3f} as drawn, {plan['balanced']:.3f} balanced,",
+        f"  no assignment gets below {plan['lower_bound']:.3f}, by the costs of the plans;",
         f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",
         *_nothing(list(runs), reports),
         f"in all {removed:.0%} of a bubble of {plain.bubble:.1%} is removed: {_equal(plain, last):.2f}x at equal compute "

@@ -27,7 +27,7 @@ violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py")
 BUDGETS = {
     "lines": 36_880,
     "files": 206,
-    "lines of the longest file": 440,
+    "lines of the longest file": 400,
     "modules at the top level": 6,
     "options": 42,
     "words and beginnings to avoid": 0,

@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.docs.excerpts import Excerpts, shell
 from tests.helpers.shop import write_shop
@@ -22,6 +24,8 @@ np.savetxt("lengths.txt", np.arange(1, 1025), fmt="%d")
 page.bash()
 assert '"ranks": [[' in Path("plan.jsonl").read_text()
 
+dcp.save({"model": {"score.weight": torch.ones(2, 3)}, "epoch": 3}, checkpoint_id="torchrec.dcp")
 page.bash()
+assert Path("start.ckpt").exists()
 assert Path("weights.pt").exists() and Path("folder.ckpt").is_dir() and Path("changes.pt").exists()
 page.end()
