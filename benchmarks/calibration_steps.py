@@ -71,7 +71,7 @@ def measure(families: list[str], rounds: int, epochs: int, clock: str) -> dict[s
 def _rounds(families: list[str], rounds: int, epochs: int, clock: str) -> list[dict[tuple[str, str], list[float]]]:
     quiet()
     if clock == "cpu":  # of the computing thread, which has its own core
-        HostClock.__init__ = lambda self: setattr(self, "stamp", time.thread_time)  # type: ignore[method-assign]
+        HostClock.__init__ = lambda self: setattr(self, "stamp", time.thread_time)
     return [
         {(family, variant): _fit(family, variant, epochs, clock) for family in families for variant in VARIANTS}
         for _ in range(rounds)
@@ -145,11 +145,11 @@ def _timed_exchanges() -> Iterator[list[float]]:
         exchange(*arguments)
         spent.append(time.thread_time() - began)
 
-    CostCalibrator._exchange = timed  # type: ignore[method-assign, assignment]
+    CostCalibrator._exchange = timed
     try:
         yield spent
     finally:
-        CostCalibrator._exchange = exchange  # type: ignore[method-assign]
+        CostCalibrator._exchange = exchange
 
 
 def _histories(family: str) -> Histories:

@@ -138,7 +138,7 @@ def _fit(model: Tied, batches: list[Tensor], variant: str, keeps: bool) -> None:
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         use_distributed_sampler=False,
     )
-    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(model, DataLoader(batches, batch_size=None))
     losses._KEPT_LOGITS = kept
 
 

@@ -121,7 +121,7 @@ def _count(way: str, popular: np.ndarray, options: Any) -> tuple[float, float, f
             crossed += int(is_popular[part].sum()) * (peer // each != rank // each)
         return compare(collisions, following, current)
 
-    Collisions.compare = compare_and_count  # type: ignore[method-assign]
+    Collisions.compare = compare_and_count
     variant.count_anew()
     for _ in variant.steps(batches[options.warm_up :]):
         pass

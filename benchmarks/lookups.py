@@ -150,7 +150,7 @@ def _epoch(kind: str, overlap: Overlap, batches: list[KeyedJaggedTensor], second
         max_epochs=1, num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-    loaders = [DataLoader(batches, batch_size=None) for _ in range(2)]  # type: ignore[arg-type]
+    loaders = [DataLoader(batches, batch_size=None) for _ in range(2)]
     trainer.fit(model, *loaders)
     return model.began
 

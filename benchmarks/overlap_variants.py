@@ -279,7 +279,7 @@ class ByThreshold(Ours):
             occurred[rows] = occurred[rows] + 1  # once per row
             return colliding | frequent, urgent
 
-        collisions.compare = compare  # type: ignore[method-assign]
+        collisions.compare = compare
 
 
 class InMicroBatches(Ours):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_freescale
@@ -254,7 +255,7 @@ def test_command_line_with_yaml(tmp_path: Path) -> None:
 
 
 def _strategy_of(*options: str) -> FreeScaleStrategy:
-    parser = pytest.importorskip("jsonargparse").ArgumentParser(exit_on_error=False)
+    parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=FreeScaleStrategy)
     line = [f"--strategy.{option}" for option in options]
     parsed = parser.parse_args(["--strategy=lightning_freescale.FreeScaleStrategy", *line])

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import Tensor
@@ -43,8 +42,6 @@ def _shown(folder: Path, bar: Any = None, metric: str = "score", verbose: Any = 
 
 
 def test_a_line_beside_the_bar(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-
     def run() -> dict[str, Any]:
         bars = {"tqdm": TQDMProgressBar, "rich": RichProgressBar}
         found = {name: _shown(tmp_path, bar) for name, bar in bars.items()}

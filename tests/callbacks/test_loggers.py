@@ -84,7 +84,7 @@ class Full(TensorBoardLogger):
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    log_hyperparams = log_graph = finalize = save = log_metrics  # type: ignore[assignment]
+    log_hyperparams = log_graph = finalize = save = log_metrics
 
 
 def test_a_logger_that_fails_is_a_warning_and_the_next_one_gets_its_files(tmp_path: Path) -> None:

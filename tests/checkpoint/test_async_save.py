@@ -86,7 +86,7 @@ def test_the_last_whole_one_stays(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint='both'"):
-        FreeScaleStrategy(checkpoint="both")  # type: ignore[arg-type]
+        FreeScaleStrategy(checkpoint="both")
 
 
 class Fails(L.Callback):

@@ -195,7 +195,7 @@ def _newest_other(address: str) -> str | None:
         for name in ("last", "other"):
             write_folder({"state_dict": {}}, f"{address}/{name}.ckpt")
     else:
-        Far.ls = _fails(PermissionError("this rank may not list"))  # type: ignore[method-assign]
+        Far.ls = _fails(PermissionError("this rank may not list"))
     dist.barrier()
     found = newest_other_checkpoint(f"{address}/last.ckpt")
     return found and found.path

@@ -191,7 +191,7 @@ def _save_twice(path: Path) -> None:
         with replacing(path) as file:
             yield Interrupted(file)
 
-    partial_files.replacing = interrupted  # type: ignore[assignment]
+    partial_files.replacing = interrupted
     fit(save=path, **SHORT)
 
 

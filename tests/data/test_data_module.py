@@ -118,7 +118,7 @@ def test_an_accumulation_schedule_that_does_not_change_is_a_window() -> None:
         trainer = SimpleNamespace(callbacks=callbacks, global_rank=0, world_size=2, current_epoch=0, limit_train_batches=1.0)
         trainer.accumulate_grad_batches = 1 if given else 3
         trainer.strategy = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-        data.trainer = trainer  # type: ignore[assignment]
+        data.trainer = trainer
         assert data.train_dataloader().sampler.window == window, given
 
 
@@ -207,7 +207,7 @@ def test_a_window_is_for_several_ranks_and_ends_where_the_trainer_does() -> None
     drawn = [data.sampler(0, 1).global_batch(0, step).tolist() for step in range(24)]
     alone = data.train_dataloader().sampler
     assert [alone.global_batch(0, step).tolist() for step in range(24)] == drawn, "a single rank waits for no other rank"
-    data._rank_and_world_size = lambda: (0, 2)  # type: ignore[method-assign]
+    data._rank_and_world_size = lambda: (0, 2)
     shared = data.train_dataloader().sampler
     assert [shared.batches.begun_window(0, batches) for batches in (3, 4, 5, 7)] == [(0, 4), (4, 0), (4, 2), (7, 0)]
 

@@ -99,7 +99,7 @@ def test_padding_that_is_found_later_groups_from_the_next_epoch_on() -> None:
     data = FreeScaleDataModule(dataset, dataset.lengths, 8, val_dataset=dataset)
     loader = data.val_dataloader()
     assert _equal([[batch.numpy() for batch in loader]], _in_order(100, 1))
-    data.train.know_padding({"padding": "batch", "padded_steps": [(0, 5, {"assignment_mode": "free"})]})  # type: ignore[union-attr]
+    data.train.know_padding({"padding": "batch", "padded_steps": [(0, 5, {"assignment_mode": "free"})]})
     grouped = _plans(dataset, 1)
     assert _equal([[batch.numpy() for batch in loader]], grouped) and not _equal(grouped, _in_order(100, 1))
 
@@ -108,7 +108,7 @@ def test_parquet_is_read_nearly_in_order(folder: Path) -> None:
     data = _data(folder, max_length=9, balance=PADDED)
     batches = list(data.val_dataloader())
     padded = [int(batch["features"].lengths().max()) * len(batch["user"]) for batch in batches]
-    lengths = data.val_dataset.lengths  # type: ignore[union-attr]
+    lengths = data.val_dataset.lengths
     assert lengths.max() == 9 and sum(padded) < 1.3 * lengths.sum()
     assert len(set(np.concatenate([batch["user"] for batch in batches]).tolist())) == len(lengths)
-    assert data.val_dataset.histories.reads < 1.25 * ROW_GROUPS  # type: ignore[union-attr]
+    assert data.val_dataset.histories.reads < 1.25 * ROW_GROUPS

@@ -170,7 +170,7 @@ class _AsksForMore(IterableDataset):
 
 
 class _AsksForNothing(_AsksForMore):
-    def state_dict(self, verbose: bool = False, **others: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, verbose: bool = False, **others: Any) -> dict[str, Any]:
         return {"some": "state"}
 
 

@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -133,7 +132,6 @@ def test_the_notebook_trains_and_shows_where_the_time_went(tmp_path: Path) -> No
     assert all(said in printed for said in ("loss: 0.0", "rank 0: ", "rank 1: ", "bubble: "))
 
 
-@pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="the extra docs is not installed")
 def test_the_site_builds(tmp_path: Path) -> None:
     """Build the site with this interpreter; ``-o`` skips the set-up."""
     command = ["make", "-o", "setup", "docs", f"BIN={Path(sys.executable).parent}", f"SITE={tmp_path}"]

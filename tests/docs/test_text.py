@@ -147,7 +147,6 @@ def test_how_figures_are_shown(repository: Path, template: str, names: str, show
 
 
 def test_trends_show_earlier_runs_of_the_figures_in_tables(repository: Path) -> None:
-    pytest.importorskip("mkdocs")
     from trends import page
 
     _table(repository, "{speed_up:.2f}")

@@ -235,7 +235,7 @@ def test_what_is_no_network(tmp_path: Path) -> None:
 
 def test_what_is_refused() -> None:
     for wrong, said in (
-        (lambda: Quantity(1.0, "guessed"), "word='guessed'"),  # type: ignore[arg-type]
+        (lambda: Quantity(1.0, "guessed"), "word='guessed'"),
         (lambda: Quantity(1.0, "assumed", low=2.0), "low <= value <= high"),
         (lambda: Catalogue(0), "rows=0"),
         (lambda: replace(LOAD, batch_size=0), "batch_size=0"),

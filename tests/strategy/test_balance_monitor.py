@@ -89,7 +89,7 @@ def _advised() -> list[list[tuple[BalanceReport, BalanceReport]]]:
     def advise(costs: Any, ranks: int, batch_size: int, report: BalanceReport, lengths: Any, **options: Any) -> None:
         asked.append((report, predict(costs, ranks, batch_size, steps=report.steps, **options)))
 
-    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    balance_monitor.advise = advise  # this process ends with the test
     data, found = Samples(43), []
     limits = {"max_tokens_per_rank": float(data.lengths.max() * 3)}
     for drop_last, options in ((False, {}), (True, {}), (True, {"assignment_mode": "free", **limits})):
@@ -118,7 +118,7 @@ def _advised_on_two_modes() -> list[tuple[BalanceReport | None, str]]:
     def advise(*args: Any, assignment_mode: str, **options: Any) -> None:
         asked.append((args[3], assignment_mode))
 
-    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    balance_monitor.advise = advise  # this process ends with the test
     data, cost = Samples(160), [30.0 if each % 12 == 0 else 1.0 for each in range(160)]
     module = FreeScaleDataModule(data, data.lengths, 8, collate_fn=collate, cost=cost)
     trainer(devices=2, max_epochs=1).fit(Recommender(), module)

@@ -174,7 +174,7 @@ def _on_two_nodes(way: str, path: Path | None = None, save: int | None = None, r
     options = {"devices": 2, "num_nodes": 2, "accumulate_grad_batches": 2, "max_epochs": 1, "callbacks": saving}
     made, start = NextItem("linear", "sgd"), resume or 0
     batches = batches_of(rank)  # Lightning begins them anew where it resumes
-    loader = DataLoader(batches[start:] + batches[:start], batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader(batches[start:] + batches[:start], batch_size=None)
     return fit(made, loader, strategy=strategy, ckpt_path=None if resume is None else f"{path}/{resume}", **options)
 
 
@@ -247,7 +247,7 @@ def _ranked(way: str) -> list[list[int]]:
     torch.manual_seed(0)
     model, strategy = Ranked(), "ddp" if way == "ddp" else FreeScaleStrategy(shard=["item_emb"])
     batches = [batch for batch in batches_of(rank, 2 + 2 * rank) if int(batch["items"][:, -1].min())]
-    trainer(strategy=strategy, devices=ranks).validate(model, DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]
+    trainer(strategy=strategy, devices=ranks).validate(model, DataLoader(batches, batch_size=None), verbose=False)
     return model.found
 
 
@@ -335,7 +335,7 @@ def _errors() -> dict[str, str]:
     found = {}
     for name, look in looks.items():
         model = NextItem("last")
-        model.style = look  # type: ignore[assignment]
+        model.style = look
         try:
             fit(model, loader(), strategy=FreeScaleStrategy(shard=["item_emb"]))
         except RuntimeError as error:

@@ -177,9 +177,9 @@ class FailsAgain(L.Callback):
 def _fail_again(victim: int, hook: str) -> None:
     """Check after a failed fit that its groups and threads are closed, and that its objects have their own methods again."""
     data, again, failing = Samples(64), FailsAgain(), CSVLogger(tempfile.mkdtemp())
-    failing.finalize = again.on_exception  # type: ignore[method-assign]
+    failing.finalize = again.on_exception
     datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate)
-    datamodule.on_exception = again.on_exception  # type: ignore[method-assign]
+    datamodule.on_exception = again.on_exception
     run = trainer(devices=2, callbacks=[again], logger=failing)
     try:
         run.fit(Fails(victim, hook, "raises"), datamodule)
@@ -208,7 +208,7 @@ def _start_with_fabric(victim: int, hook: str, how: str) -> None:
         module.pass_by("Fabric.setup")
         fabric.barrier()
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         raise
 
 

@@ -81,7 +81,7 @@ def _fit(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     module, planned, logger = Timed(slow), Planned(), Kept()
-    ComputeTimes.later = lambda self, step: lambda: module.seconds[step]  # type: ignore[method-assign]
+    ComputeTimes.later = lambda self, step: lambda: module.seconds[step]
     samples = Lengths()
     data = FreeScaleDataModule(samples, samples.lengths, **{"batch_size": BATCH, **options})
     fit = trainer(
@@ -132,7 +132,7 @@ def _advised(path: str) -> list[tuple[BalanceReport, BalanceReport, float]]:
     def advise(costs: Any, ranks: int, batch_size: int, report: BalanceReport, lengths: Any, **options: Any) -> None:
         asked.append((report, predict(costs, ranks, batch_size, steps=report.steps, **options), options.get("base", 0.0)))
 
-    balance_monitor.advise = advise  # type: ignore[assignment]  # this process ends with the test
+    balance_monitor.advise = advise  # this process ends with the test
     _fit(2, STEPS, path, balance=BalanceOptions(assignment_mode="slack"))
     _fit(2, resume=path)
     return asked
@@ -234,7 +234,7 @@ def _fails() -> dict[str, Any]:
     def fail(*args: Any) -> None:
         raise ArithmeticError("no fit today")
 
-    Calibration.add_window = fail  # type: ignore[assignment, method-assign]
+    Calibration.add_window = fail
     return _fit()
 
 

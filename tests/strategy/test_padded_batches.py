@@ -73,7 +73,7 @@ def _fit(
 ) -> dict[str, Any]:
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

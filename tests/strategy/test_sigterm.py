@@ -201,7 +201,7 @@ class SavesInTheEnd(L.Callback):
 def _save(path: Path, ranks: Collection[int], inside: bool) -> None:
     """Raise an error with the exit status and the text of the exception that ends a save in or after a fit."""
     data, module = Samples(64), ActsInHook("on_save_checkpoint", ranks, ENDS["is terminated"])
-    module.on_save_checkpoint = lambda checkpoint: module.pass_by("on_save_checkpoint")  # type: ignore[method-assign]
+    module.on_save_checkpoint = lambda checkpoint: module.pass_by("on_save_checkpoint")
     run = trainer(devices=int(os.environ["WORLD_SIZE"]), callbacks=[SavesInTheEnd(path)] if inside else [])
     try:
         run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))

@@ -242,11 +242,15 @@ def _fabric(strategy: Any) -> Any:
 
 
 def _lightning_fabric(strategy: Any) -> Any:
-    return pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", strategy=strategy)
+    import lightning_fabric
+
+    return lightning_fabric.Fabric(accelerator="cpu", strategy=strategy)
 
 
 def _pytorch_lightning(strategy: Any) -> Any:
-    return pytest.importorskip("pytorch_lightning").Trainer(accelerator="cpu", strategy=strategy)
+    import pytorch_lightning
+
+    return pytorch_lightning.Trainer(accelerator="cpu", strategy=strategy)
 
 
 def _trainer(strategy: Any) -> Any:
@@ -282,10 +286,11 @@ def test_its_name_is_registered() -> None:
 
 
 def test_the_data_module_refuses_a_trainer_of_pytorch_lightning() -> None:
-    other = pytest.importorskip("pytorch_lightning")
-    trainer = other.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    import pytorch_lightning
+
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(TypeError, match=r"pytorch_lightning.*import lightning as L"):
-        trainer.fit(other.LightningModule(), datamodule=FreeScaleDataModule([0, 1, 2], lambda sample: 1))
+        trainer.fit(pytorch_lightning.LightningModule(), datamodule=FreeScaleDataModule([0, 1, 2], lambda sample: 1))
 
 
 # -- several ranks on one GPU

@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 class Fixed(Rereading):
     """A stream with the samples of one rank."""
 
-    for_rank = property()  # type: ignore[assignment]
+    for_rank = property()
 
 
 def _length(sample: dict[str, Any]) -> int:
@@ -130,7 +130,7 @@ def _forking_threads(path: Path) -> set[str]:
         names.add(threading.current_thread().name)
         start(process)
 
-    multiprocessing.process.BaseProcess.start = start_noted  # type: ignore[method-assign]
+    multiprocessing.process.BaseProcess.start = start_noted
     _fit(path=path, kind=Rereading, num_workers=2)
     return names
 

@@ -132,7 +132,7 @@ def _by_nccl() -> None:
 class _NearGroup(ProcessGroupFreeScale):
     """A group of a node that NCCL would serve on rank 0 only."""
 
-    moves_by_nccl = property(lambda group: dist.get_rank() == 0)  # type: ignore[assignment]
+    moves_by_nccl = property(lambda group: dist.get_rank() == 0)
 
     def connect(self) -> None:
         """Do nothing, because there is no GPU."""

@@ -154,7 +154,7 @@ def test_costs_of_the_links_are_those_of_the_messages(monkeypatch: pytest.Monkey
     nodes, clock = Nodes(12, 4), [0.0]
     near, direct = _Link(clock, 1, 4, 3e-5, 2e-10), _Link(clock, 5, 12, 2e-4, far)
     monkeypatch.setattr(hot_rows, "perf_counter", lambda: clock[0])
-    costs = measure_links(near, direct, nodes)  # type: ignore[arg-type]
+    costs = measure_links(near, direct, nodes)
     assert costs.near_latency_s == pytest.approx(3e-5, rel=0.01)
     assert costs.near_s_per_byte == pytest.approx(2e-10, rel=0.01)
     assert costs.far_s_per_byte == pytest.approx(far, rel=0.2 if far < 1e-10 else 0.01)
