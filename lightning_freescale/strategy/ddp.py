@@ -24,6 +24,7 @@ class TrainerDDP(DDPBase):
         super().__init__(**ddp_options)
         self._notices: RankNotices | None = None
         self._stop_points: StopPoints | None = None
+        self._in_run = False
 
     @property
     def trainer(self) -> Trainer:
@@ -35,8 +36,8 @@ class TrainerDDP(DDPBase):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._notices = notices_of_ranks(self.group_timeout)  # before a hook of the user can fail
-        if self._notices is not None:
-            self.at_teardown.callback(self._close_notices, self._notices)
+        self._in_run = True
+        self.at_teardown.callback(self._leave_run)
         self.at_teardown.enter_context(ending_at_sigterm(self.trainer))
 
     def set_up_stopping(self, trainer: Trainer) -> None:
@@ -95,7 +96,7 @@ class TrainerDDP(DDPBase):
 
         ``during`` says what this rank was doing.
         """
-        outside = self._notices is None
+        outside = not self._in_run
         if outside:
             self._notices = notices_of_ranks(self.group_timeout)
         try:
@@ -110,8 +111,8 @@ class TrainerDDP(DDPBase):
                 raise
             raise reason from error
         finally:
-            if outside and self._notices is not None:
-                self._close_notices(self._notices)
+            if outside:
+                self._leave_run()
 
     def look_for_notices(self) -> None:
         """Read the notices of other ranks before a collective that a failed rank would never join."""
@@ -124,9 +125,10 @@ class TrainerDDP(DDPBase):
         if self._stop_points is not None:
             self._stop_points.end_training()
 
-    def _close_notices(self, notices: RankNotices) -> None:
-        notices.close()
-        self._notices = self._stop_points = None
+    def _leave_run(self) -> None:
+        if self._notices is not None:
+            self._notices.close()
+        self._notices, self._stop_points, self._in_run = None, None, False
 
 
 def _print_reason(ended: BaseException) -> None:

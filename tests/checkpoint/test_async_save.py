@@ -35,6 +35,13 @@ class Meanwhile(L.Callback):
             self.may_write.set()
 
 
+class SavesInVain(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            with pytest.raises(ValueError, match="unknown"):
+                trainer.save_checkpoint("unknown://a.ckpt")
+
+
 def _save_slowly(path: Path) -> tuple[Fitted, list[int]]:
     meanwhile = Meanwhile(path)
 
@@ -43,7 +50,7 @@ def _save_slowly(path: Path) -> tuple[Fitted, list[int]]:
         return WRITE(*args, **options)
 
     sharded_folder.write_pieces = slowly
-    found = fit(Large, strategy=ASYNC, callbacks=[SaveAt(path, 4), meanwhile])
+    found = fit(Large, strategy=ASYNC, callbacks=[SavesInVain(), SaveAt(path, 4), meanwhile])
     assert path.is_dir(), "a fit ends when what it saves is whole"
     return found, meanwhile.steps
 
@@ -55,6 +62,11 @@ def test_steps_go_on_meanwhile_and_are_not_in_it(tmp_path: Path) -> None:
     for (straight, meanwhile), after in zip(whole, resumed):
         assert meanwhile[:2] == [5, 6]
         assert straight.losses[4:] == after.losses
+
+
+def test_steps_of_one_process_go_on_meanwhile_after_a_save_has_failed(tmp_path: Path) -> None:
+    ((_, meanwhile),) = run_distributed(_save_slowly, 1, tmp_path / "a.ckpt")
+    assert meanwhile[:2] == [5, 6]
 
 
 def _save_often(folder: Path, fails_from: int) -> str:
