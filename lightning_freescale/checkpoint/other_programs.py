@@ -109,8 +109,8 @@ def as_checkpoint(found: dict[str, Any], path: Any, is_folder: bool) -> dict[str
     named: _Named = defaultdict(list)
     if models:
         left_out = [f"{models[0]}.{name}" for name in left_out]
-        for name in (name for name in found if name != models[0]):
-            left_out += _add_states(named, weights, name, found[name])
+        for name, value in found.items():
+            left_out += _add_states(named, weights, name, value) if name != models[0] else ()
     states = _chosen(named, left_out)
     converted = {"format": kind, "optimizer_states": states, "left_out": left_out}
     # Lightning resumes a fit only if a checkpoint has lists for optimizers and schedulers
@@ -139,12 +139,12 @@ def _add_states(named: _Named, weights: Mapping[str, Any], entry: str, value: An
 def _parameters(names: Collection[str], weights: Collection[str]) -> dict[str, str]:
     """Return the parameters of the names in an optimizer's states that have one.
 
-    CombinedOptimizer puts the names of its optimizers before those of the parameters. A prefix is the name of an optimizer only
-    if all names that begin with it are parameters without it, except special ones such as "__warmup".
+    CombinedOptimizer and wrappers of a module put a prefix before the names of parameters. A prefix is one only if all names
+    that begin with it are parameters without it, except special ones such as "__warmup".
     """
-    found = {name: each for name in names for each in (_unwrapped(name), name) if each in weights}
-    ends = {name: next((end for end in _ends(name) if end in weights), name) for name in names if name not in found}
-    for prefix in sorted({name.removesuffix(end) for name, end in ends.items()} - {""}):
+    found = {name: name for name in names if name in weights}
+    ends = {name: end for name in names for end in reversed(_ends(name)) if end in weights}  # the longest end of each
+    for prefix in sorted({name.removesuffix(end) for name, end in ends.items()}):
         rests = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         of_optimizer = {name: rest for name, rest in rests.items() if not rest.startswith("__")}
         if all(rest in weights for rest in of_optimizer.values()):
@@ -164,12 +164,6 @@ def _chosen(named: _Named, left_out: list[str]) -> dict[str, dict[str, Any]]:
             chosen[parameter] = exact[0] if exact else found[0][2]
         left_out += [entry for entry, is_exact, _ in found if len(found) > 1 and not is_exact]
     return chosen
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS * 2:
-        name = name.removeprefix(wrapper)
-    return name
 
 
 def _ends(name: str) -> list[str]:
