@@ -43,7 +43,7 @@ _TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOL
 def read(folder: HeldFiles) -> dict[str, Any]:
     """Read a folder of torch.distributed.checkpoint (DCP); large tensors stay in the folder, and objects are None."""
     pieces, found = StoredPieces(folder), dict[str, Any]()
-    for name, stored in pieces.metadata.state_dict_metadata.items():
+    for name, stored in pieces.tensors.items():
         value: StoredTensor | Tensor | None = None
         if isinstance(stored, TensorStorageMetadata):
             order = RowOrder(stored.size[0]) if stored.size else None

@@ -28,12 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.utils import _pytree as pytree
@@ -245,13 +240,13 @@ class StoredPieces:
         self._reader.fs = folder
         with open(folder / OF_TORCH, "rb") as file:
             self.metadata: Metadata = _MetadataUnpickler(file).load()
-        self._tensors: dict[str, Any] = self.metadata.state_dict_metadata
+        self.tensors: dict[str, Any] = self.metadata.state_dict_metadata
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, name: str, place: tuple[slice, ...], into: Tensor) -> None:
         """Read a block of a tensor into ``into``, which has the block's shape."""
         if into.numel():
-            place = place[: len(self._tensors[name].size)]  # a row-wise state of TorchRec has no columns
+            place = place[: len(self.tensors[name].size)]  # a row-wise state of TorchRec has no columns
             planner = _LoadPlanner(name, place, into.view([part.stop - part.start for part in place]))
             planner.set_up_planner({}, self.metadata)
             try:
@@ -297,8 +292,7 @@ class StoredTensor:
 
     def bounds(self) -> set[int]:
         """Return the first rows of the parts in the files, and the number of rows. DCP reads a part as a whole."""
-        stored: Any = self.pieces.metadata.state_dict_metadata[self.name]
-        return {self.shape[0], *(chunk.offsets[0] for chunk in stored.chunks)}
+        return {self.shape[0], *(chunk.offsets[0] for chunk in self.pieces.tensors[self.name].chunks)}
 
     def rows(
         self, columns: tuple[slice, ...] | None = None, bounds: Iterable[int] | None = None
