@@ -123,7 +123,8 @@ def _add_states(named: _Named, weights: Mapping[str, Any], entry: str, value: An
     of_optimizer = value.get("state") if isinstance(value, dict) else None
     if of_optimizer is None:
         yield entry
-    elif not isinstance(of_optimizer, dict) or not all(isinstance(name, str) for name in of_optimizer):
+    # DCP makes texts of numbers
+    elif not isinstance(of_optimizer, dict) or not all(isinstance(name, str) and not name.isdecimal() for name in of_optimizer):
         yield f"{entry} (its states have numbers instead of names; torchrec.optim.keyed.KeyedOptimizerWrapper saves names)"
     else:
         yield from (f"{entry}.{name}" for name in value if name != "state")
