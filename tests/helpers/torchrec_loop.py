@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.helpers.recommender import DIM, FEATURES, Net, Recommender, Samples, collate
+from tests.helpers.recommender import DIM, Net, Recommender, Samples, collate
 
 SHARE = 4
 """The number of samples of a rank of the loop in a step."""
@@ -59,17 +59,16 @@ class Ported(Recommender):
     kind = BagNet
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return DENSE(p for p in self.parameters() if not hasattr(p, "_optimizer_classes"))
+        return _dense_optimizer(p for p in self.parameters() if not hasattr(p, "_optimizer_classes"))
 
 
-def DENSE(parameters: Iterable[Any]) -> torch.optim.Optimizer:  # noqa: N802 (a constant that is a function)
+def _dense_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1, eps=1e-8)
 
 
 def batch(step: int, ranks: Iterable[int]) -> dict[str, Any]:
     """Return the samples of some ranks of the loop in a step."""
     samples = Samples()
-    assert FEATURES
     return collate([samples[(2 * step + rank) * SHARE + index] for rank in ranks for index in range(SHARE)])
 
 
@@ -93,7 +92,7 @@ def loop(steps: int, after: int, save: Callable[[DistributedModelParallel, Combi
         sharders=[sequences, bags],
     )
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    optimizer = CombinedOptimizer([("fused", model.fused_optimizer), ("dense", KeyedOptimizerWrapper(dense, DENSE))])
+    optimizer = CombinedOptimizer([("fused", model.fused_optimizer), ("dense", KeyedOptimizerWrapper(dense, _dense_optimizer))])
     for step in range(steps):
         if step == after:
             save(model, optimizer)
@@ -114,8 +113,7 @@ def gathered(state: Any) -> Any:
     found = {}
     for name in dict.fromkeys(name for names in of_ranks for name in names):
         mine = state.get(name)
-        is_leaf = mine is None or not isinstance(mine, dict)
-        dist.all_gather_object(of_ranks, None if is_leaf else True)
+        dist.all_gather_object(of_ranks, isinstance(mine, dict))
         found[name] = gathered(mine or {}) if any(of_ranks) else _whole(mine)
     return found
 
