@@ -24,6 +24,8 @@ OF_TORCH = ".metadata"
 """The file of a folder of torch.distributed.checkpoint (DCP) that lists its tensors."""
 VERSION = "pytorch-lightning_version"
 """An entry that every checkpoint of the Trainer has."""
+CONVERTED = "freescale_converted"
+"""The entry of a converted checkpoint with its former format, the optimizer states by parameter, and what is left out."""
 WHOLE = ""
 """The name of a checkpoint in one file."""
 _TAIL_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.checkpoint import sharded_folder
-from lightning_freescale.checkpoint.held_files import MANIFEST, OF_TORCH, VERSION, HeldFiles
+from lightning_freescale.checkpoint.held_files import CONVERTED, MANIFEST, OF_TORCH, VERSION, HeldFiles
 from lightning_freescale.checkpoint.sharded_folder import StoredPieces, StoredTensor
 from lightning_freescale.checkpoint.unsharded import differences, merge
 from lightning_freescale.embeddings.optimizer import state_shapes
@@ -29,8 +29,6 @@ from lightning_freescale.embeddings.parameter_groups import ParameterGroups
 from lightning_freescale.embeddings.row_order import RowOrder
 from lightning_freescale.embeddings.shards import ShardedTables
 
-CONVERTED = "freescale_converted"
-"""The entry of a converted checkpoint with its former format, the optimizer states by parameter, and what is left out."""
 _MODELS = ("state_dict", "model", "module")
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
 _EXTRA_STATE = "_extra_state"

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.checkpoint import remote_files
-from lightning_freescale.checkpoint.held_files import VERSION
+from lightning_freescale.checkpoint.held_files import CONVERTED, VERSION
 from lightning_freescale.checkpoint.remote_files import Location
 from lightning_freescale.checkpoint.spread_tensors import Deferral, DeferredTensors
 
@@ -28,7 +28,7 @@ _IS_FOLDER = 16  # an attribute of a record; torch does not read a record with i
 _PART_BYTES = 1 << 26
 _OF_DAMAGE = {None, errno.EINVAL, errno.ENOENT}
 """``errno`` of an OSError by damage: None from a decompressor, EINVAL for offsets outside the file, ENOENT for a lost file."""
-_SHARED = ("state_dict", "optimizer_states", "current_model_state", "freescale_converted")
+_SHARED = ("state_dict", "optimizer_states", "current_model_state", CONVERTED)
 """The entries of a checkpoint that stay in the mapped file, because loading copies them."""
 
 

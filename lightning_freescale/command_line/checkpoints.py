@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_freescale.checkpoint.conversion import changed_rows, read_checkpoint, write_file, write_folder
-from lightning_freescale.checkpoint.other_programs import CONVERTED
+from lightning_freescale.checkpoint.held_files import CONVERTED
 from lightning_freescale.checkpoint.remote_files import Location, exists, located, replacing, size_of
 
 _DESCRIPTIONS = {

@@ -25,6 +25,7 @@ from lightning_freescale._lightning.loops import (
     warn_of_what_is_missing,
 )
 from lightning_freescale.checkpoint import other_programs, unsharded
+from lightning_freescale.checkpoint.held_files import CONVERTED
 from lightning_freescale.checkpoint.run_state import (
     gather_accumulated,
     gather_random_states,
@@ -136,7 +137,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
             weights_only = self.files.weights_only
         if not has_plugin(self.checkpoint_io):
             found = self.files.read(checkpoint_path, weights_only, self.trainer)
-            if converted := found.get(other_programs.CONVERTED):
+            if converted := found.get(CONVERTED):
                 if converted["left_out"] and self.trainer.state.fn != TrainerFn.FITTING:
                     rank_zero_warn(other_programs.notice(converted, converted["left_out"], fits=False))
                 return self._renamed(found, checkpoint_path)
@@ -189,7 +190,7 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if converted := checkpoint.get(other_programs.CONVERTED):
+        if converted := checkpoint.get(CONVERTED):
             module: Any = self.lightning_module
             states, extra, left_out = other_programs.with_optimizer_states(
                 converted, module, self.optimizers, self.tables, self.groups

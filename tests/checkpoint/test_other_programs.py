@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.checkpoint import sharded_folder
 from lightning_freescale.checkpoint.conversion import read_checkpoint
-from lightning_freescale.checkpoint.other_programs import CONVERTED, as_checkpoint, rename_keys, with_optimizer_states
+from lightning_freescale.checkpoint.held_files import CONVERTED
+from lightning_freescale.checkpoint.other_programs import as_checkpoint, rename_keys, with_optimizer_states
 from lightning_freescale.command_line.main import main
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Seen, fit
