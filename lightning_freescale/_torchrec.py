@@ -38,11 +38,9 @@ def warn_of_fbgemm_for_cuda() -> None:
     if not built or "cpu" in built or _release("fbgemm-gpu-cpu") or torch.version.hip is not None:
         return
     if torch.version.cuda is None or not _has_driver():
-        warnings.warn(
-            f"TorchRec cannot be imported, because FBGEMM is built for CUDA. Installed: {_installed()}. "
-            + _commands(all_found=True),
-            stacklevel=3,
-        )
+        lack = "torch is not" if torch.version.cuda is None else "no CUDA driver was found"
+        cause = f"TorchRec cannot be imported, because FBGEMM is built for CUDA and {lack}"
+        warnings.warn(f"{cause}. Installed: {_installed()}. {_commands(all_found=True)}", stacklevel=3)
 
 
 def _has_driver() -> bool:
@@ -71,19 +69,22 @@ def _minor(release: str) -> str:
 
 
 def _commands(all_found: bool) -> str:
-    """Return the commands that install TorchRec here. Without a driver, they keep a compatible one, because pip adds FBGEMM."""
+    """Return the commands that install TorchRec on this machine.
+
+    Without a driver, they do not install a TorchRec that fits again, because pip would also install FBGEMM for CUDA.
+    """
     fits = _minor(torch.__version__) in FITTING
     torch_release, fbgemm, torchrec = FITTING[_minor(torch.__version__)] if fits else list(FITTING.values())[-1]
     uninstall = "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu"
     if _has_driver():
         for_cuda = bool(fits and torch.version.cuda)
-        found = "a CUDA driver, so FBGEMM must be the build for CUDA, fbgemm-gpu, and torch too"
+        found = "a CUDA driver, so torch and FBGEMM must be the builds for CUDA"
         commands = [
             uninstall if for_cuda else f"{uninstall} torch",
             f"pip install {'' if for_cuda else f'torch=={torch_release} '}fbgemm-gpu=={fbgemm} torchrec=={torchrec}",
         ]
     else:
-        found = "no CUDA driver, so FBGEMM must be the build for the CPU, fbgemm-gpu-cpu"
+        found = "no CUDA driver, so FBGEMM must be the build for the CPU"
         first = [] if fits else [f"torch=={torch_release}"]
         if not all_found or _minor(_release("torchrec")) != _minor(torchrec):
             first.append(f"torchrec=={torchrec}")
