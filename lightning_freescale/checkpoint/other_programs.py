@@ -205,11 +205,11 @@ def rename_keys(checkpoint: Mapping[str, Any], module: str, expected: Sequence[s
         fits = [("", "")]
     old, new = fits[0] if fits else ("", "")
     names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in weights}
-    wrong = differences(dict.fromkeys(expected, ()), dict.fromkeys(names.values(), ()))
+    wrong = ""
     if len(fits) > 1:
         wrong = f"several prefixes fit, such as in {' and '.join(sorted(examples[change][0] for change in fits[:2]))}"
-    elif not strict and fits:
-        wrong = ""
+    elif strict or not fits:
+        wrong = differences(dict.fromkeys(expected, ()), dict.fromkeys(names.values(), ()))
     if wrong:
         first, other = next(iter(weights)), next(iter(expected), "(it has none)")
         loose = " With strict_loading=False in the LightningModule, only the keys that both have are loaded."
@@ -281,7 +281,5 @@ def with_optimizer_states(
 def notice(converted: Mapping[str, Any], left_out: Sequence[str], fits: bool) -> str:
     """Return the text of a warning about what a run does not load from a converted checkpoint."""
     missing = f" It is loaded without {', '.join(left_out)}." if left_out else ""
-    anew = (
-        " Loops, schedulers, callbacks and random states start anew, with the options of configure_optimizers" if fits else ""
-    )
-    return f"the checkpoint was {converted['format']}, written by another program.{missing}{anew}"
+    anew = " Loops, schedulers, callbacks and random states start anew. Optimizers have the options of configure_optimizers"
+    return f"the checkpoint was {converted['format']}, written by another program.{missing}{anew if fits else ''}"
