@@ -19,6 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from lightning_freescale._runtime.object_gather import gather_objects
 from tests.helpers.recommender import DIM, Net, Recommender, Samples, collate
 
 SHARE = 4
@@ -108,28 +109,21 @@ def gathered(state: Any) -> Any:
 
     TorchRec lists the state of a table only on the ranks that own a part of it.
     """
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, list(state))
     found = {}
-    for name in dict.fromkeys(name for names in of_ranks for name in names):
+    for name in dict.fromkeys(name for names in gather_objects(list(state)) for name in names):
         mine = state.get(name)
-        dist.all_gather_object(of_ranks, isinstance(mine, dict))
-        found[name] = gathered(mine or {}) if any(of_ranks) else _whole(mine)
+        found[name] = gathered(mine or {}) if any(gather_objects(isinstance(mine, dict))) else _whole(mine)
     return found
 
 
 def _whole(value: Any) -> Any:
-    of_ranks: list[Any] = [None] * dist.get_world_size()
     if hasattr(value, "local_shards"):
-        shards = [(each.metadata.shard_offsets, each.tensor.detach()) for each in value.local_shards()]
-        dist.all_gather_object(of_ranks, (value.size(), shards))
-    else:
-        dist.all_gather_object(of_ranks, value)
-    first = next(each for each in of_ranks if each is not None)
-    if not isinstance(first, tuple):
-        return first.detach() if isinstance(first, torch.Tensor) else first
-    whole = torch.empty(first[0])
-    for _, shards in filter(None, of_ranks):
+        value = tuple(value.size()), [(each.metadata.shard_offsets, each.tensor.detach()) for each in value.local_shards()]
+    of_ranks = [each for each in gather_objects(value) if each is not None]
+    if not isinstance(of_ranks[0], tuple):
+        return of_ranks[0]
+    whole = torch.empty(of_ranks[0][0])
+    for _, shards in of_ranks:
         for offsets, part in shards:
             whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape))] = part
     return whole
