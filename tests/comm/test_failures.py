@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_freescale.comm import process_group
 from lightning_freescale.comm.collectives import executor as executor_module
 from lightning_freescale.comm.collectives.handshake import Header, _check_header
 from lightning_freescale.comm.transports import p2p as p2p_module
+from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
 from lightning_freescale.comm.transports.transport import Transfer
 from lightning_freescale.testing import run_distributed
@@ -176,6 +180,11 @@ def _raise_in_user_code() -> None:
     raise KeyError("on purpose")
 
 
+def _receive_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("on purpose"))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("size", "victim", "end"),
     [(2, 1, _die), (3, 0, _die), (3, 1, _raise_in_user_code), pytest.param(3, 1, _die, marks=pytest.mark.slow)],
@@ -185,6 +194,51 @@ def test_a_rank_that_ends_is_an_error_for_all_others(survivors: Survivors, size:
     assert set(alive) == set(range(size)) - {victim}
     for seen in zip(*alive.values()):
         _assert_disconnected(list(seen), victim)
+
+
+# calls around the gather of a lane's set-up, and how many of them are made before
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "before": (selection.RankHardware, "from_this_process", 0),
+    "among the lengths": (p2p_module.GlooP2P, "send", 1),
+    "among the values": (p2p_module.GlooP2P, "send", 3),
+    "after": (process_group, "NativeBackends", 0),
+}
+
+
+def _ends_in_set_up(place: str, end: Callable[[], Any]) -> Outcome:
+    """End rank 1. It keeps its error until the others have failed, as the Trainer does while callbacks handle the error."""
+    owner, name, before = PLACES[place]
+    call, left, start = getattr(owner, name), iter(range(before)), time.monotonic()
+
+    def call_or_end(*args: Any) -> Any:
+        return end() if dist.get_rank() == 1 and next(left, None) is None else call(*args)
+
+    with nothing_left(), patch.object(owner, name, call_or_end):
+        try:
+            everyone_sends(make_group())
+        except BaseException as error:
+            seen = Outcome(type(error).__name__, str(error), time.monotonic() - start)
+            if end is not _die:
+                dist.barrier()
+    assert not any(PRIORITY_GATE.lanes.values())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("end", "places"),
+    [
+        *((_raise_in_user_code, PLACES), (_receive_sigterm, PLACES), (_die, ["among the lengths"])),
+        *(pytest.param(_die, [place], marks=pytest.mark.slow) for place in ("before", "among the values", "after")),
+    ],
+)
+def test_a_rank_that_ends_in_the_set_up_of_a_lane_is_an_error_for_all_others(
+    survivors: Survivors, end: Any, places: Any
+) -> None:
+    alive = survivors(lambda: [_ends_in_set_up(place, end) for place in places], 3)
+    assert set(alive) == ({0, 2} if end is _die else {0, 1, 2})
+    for seen in alive[0] + alive[2]:
+        assert seen.kind == "DistBackendError" and "rank 1 has" in seen.text and seen.seconds < SOON, seen
+        assert end is _die or "on purpose" in seen.text, seen
 
 
 def _after_chunks(act: Callable[[], Any], chunks: int = 5) -> None:

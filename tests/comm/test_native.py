@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions, process_group
+from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.collectives import native
 from lightning_freescale.comm.options import LazyGlooOptions, OverlapOptions
-from lightning_freescale.comm.transports.priority import PRIORITY_GATE
 from lightning_freescale.testing import run_distributed
 from tests.helpers.comm_groups import everyone_sends, make_group, outcome
 from tests.helpers.fake_cuda import FakeNccl, cuda_tensor, messages_of, pretend_cuda
@@ -117,17 +116,6 @@ def test_a_group_that_was_made_before_cuda_was_in_use_takes_no_cuda_tensors() ->
 
     for refused in run_distributed(run, 2):
         assert refused.kind == "ValueError" and "torch.cuda.set_device" in refused.text
-
-
-def test_a_rank_that_cannot_make_its_group_tells_the_others() -> None:
-    def run() -> Any:
-        if dist.get_rank() == 1:
-            process_group.NativeBackends = None
-        return outcome(make_group, timeout=60.0), dict(PRIORITY_GATE.lanes)
-
-    (other, _), (mine, lanes) = run_distributed(run, 2)
-    assert "NoneType" in mine.text and not any(lanes.values())
-    assert "rank 1 has given up" in other.text and "set-up" in other.text and other.seconds < 30
 
 
 def test_coalesced_collectives_of_cuda_tensors_are_nccls() -> None:

@@ -60,14 +60,18 @@ class CollectiveExecutor:
         self._worker = WorkerThread(f"freescale lane {self._name}")
         self._host = HostTransport(self.p2p, options)
         self._transport_store = dist.PrefixStore("transport", store)
-        self.topology = gather_topology(options, self.p2p)
-        self.transport: Transport | None = None
-        if options.transport != "auto":  # "auto" uses torch's own backend until another transport has passed its trial
-            self.set_up_transport(options.transport)
         self._eager = EagerExchange(self.p2p, self._move_agreed)
         self._process = os.getpid()
         PRIORITY_GATE.lanes[options.priority] += 1
         _LIVE.add(self)
+        self.transport: Transport | None = None
+        try:
+            self.topology = gather_topology(options, self.p2p)
+            if options.transport != "auto":  # "auto" uses torch's own backend until another transport has passed its trial
+                self.set_up_transport(options.transport)
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def set_up_transport(self, kind: str) -> None:
         """Move CUDA tensors by the transport of that name from now on, or raise on every rank. Collective."""

@@ -101,8 +101,8 @@ class GlooP2P:
             self._gather(lengths)
             parts = [content if rank == self.rank else content.new_empty(int(n)) for rank, n in enumerate(lengths)]
             self._gather(parts)
-        except dist.DistBackendError as error:
-            self.abort(str(error))
+        except BaseException as error:
+            self.abort(str(error) or type(error).__name__)
             raise
         return [json.loads(part.numpy().tobytes()) for part in parts]
 
