@@ -22,6 +22,7 @@ from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale.comm.rank_notices import notices_of_ranks
 from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.testing import _reserved_port, run_distributed
+from tests.helpers.comm_groups import sockets
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -71,20 +72,14 @@ def test_only_a_sigterm_on_another_rank_ends_a_rank_as_a_sigterm() -> None:
     assert ended == [["RuntimeError", "SIGTERMException"], ["KeyError", "SIGTERMException"]]
 
 
-def _sockets() -> int:
-    """The number of open sockets of this process."""
-    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.exists(name) and os.readlink(name).startswith("socket:") for name in names)
-
-
 def _close_one_after_another() -> int:
     """Return how many sockets of the notices are open after rank 1 has closed them, when rank 0 has done so before."""
-    sockets, notices = _sockets(), notices_of_ranks(TIMEOUT)
+    before, notices = sockets(), notices_of_ranks(TIMEOUT)
     assert notices is not None
     if dist.get_rank() == 1:
         time.sleep(1.0)
     notices.close()
-    return _sockets() - sockets
+    return len(sockets() - before)
 
 
 def test_close_leaves_no_connection_to_a_rank_that_has_closed_before() -> None:

@@ -7,10 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,14 +68,12 @@ def lane_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")}
 
 
-def _sockets() -> set[str]:
+def sockets() -> set[str]:
+    """Return the open sockets of this process."""
     links = set()
     for number in os.listdir("/proc/self/fd"):
-        with_link = Path("/proc/self/fd", number)
-        try:
-            links.add(os.readlink(with_link))
-        except OSError:  # the folder's own, closed by now
-            continue
+        with suppress(OSError):  # the folder's own, closed by now
+            links.add(os.readlink(f"/proc/self/fd/{number}"))
     return {link for link in links if link.startswith("socket:")}
 
 
@@ -89,14 +86,14 @@ def pinned_in_use(transport: HostTransport) -> int:
 @contextmanager
 def nothing_left(*transports: HostTransport) -> Iterator[None]:
     """The block ends, soon, with no more threads of lanes, sockets and pinned buffers in use than it began with."""
-    threads, sockets = lane_threads(), _sockets()
+    threads, before = lane_threads(), sockets()
     gc.freeze()  # what is there already need not be looked at
     yield
     gc.collect()
     deadline = time.monotonic() + 5
     while True:
         pinned = [buffers for transport in transports if (buffers := pinned_in_use(transport))]
-        left = [*(lane_threads() - threads), *(_sockets() - sockets), *pinned]
+        left = [*(lane_threads() - threads), *(sockets() - before), *pinned]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.01)
