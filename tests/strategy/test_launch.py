@@ -18,7 +18,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities import imports
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_freescale import FreeScaleDataModule
@@ -171,17 +171,11 @@ def test_a_job_of_slurm_that_is_started_again_goes_on(tmp_path: Path, signals: d
 # -- jobs that are preempted
 
 
-class Late(L.Callback):
-    """Rank 0 needs more time for its end than Lightning grants after a process that it has started has ended."""
-
-    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
-        if trainer.global_rank == 0:
-            time.sleep(7)
-
-
 def evicted(launcher: bool = False) -> None:
     """Train until rank 1, or its launcher, receives SIGTERM, and write the exit status of each rank to a file."""
-    samples, fitting, module = Samples(64), trainer(devices=2, callbacks=[Late()]), Evicted([1])
+    # rank 0 needs more time for its end than Lightning grants after a process that it has started has ended
+    late = LambdaCallback(on_exception=lambda fitting, *_: time.sleep(0 if fitting.global_rank else 7))
+    samples, fitting, module = Samples(64), trainer(devices=2, callbacks=[late]), Evicted([1])
     if launcher:
         module.act = lambda: os.kill(os.getppid(), signal.SIGTERM)
     try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.testing import run_distributed
@@ -21,24 +20,16 @@ sys.path.append(str(ROOT / "benchmarks"))
 import soak
 
 
-class _Counts(L.Callback):
-    """Keeps the number of sockets that listen after each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append(soak.counts()["ports"])
-
-
 def _fit(planned: bool, folder: str | None) -> list[int]:
-    counts = _Counts()
-    callbacks = [counts, *([] if folder is None else [BubbleProfiler(folder, verbose=False)])]
+    """Return the number of sockets that listen after each of three steps, and after the fit."""
+    counts: list[int] = []
+    counting = LambdaCallback(on_train_batch_end=lambda *_: counts.append(soak.counts()["ports"]))
+    callbacks = [counting, *([] if folder is None else [BubbleProfiler(folder, verbose=False)])]
     data = Samples(16)
     loaded = FreeScaleDataModule(data, data.lengths, 2, collate_fn=collate) if planned else fixed_loader(dist.get_rank(), 3)
     trainer(devices=2, callbacks=callbacks, max_steps=3).fit(Recommender(), loaded)
     gc.collect()
-    return [*counts.steps, soak.counts()["ports"]]
+    return [*counts, soak.counts()["ports"]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
@@ -42,15 +42,6 @@ class Evicted(ActsInHook):
         super().validation_step(batch, batch_idx)
 
 
-class Hears(L.Callback):
-    """Keeps the text of the exception that it receives."""
-
-    text = ""
-
-    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
-        self.text = str(exception)
-
-
 def _fit(
     module: Recommender,
     path: Path | None = None,
@@ -62,8 +53,9 @@ def _fit(
     """Return whether a SIGTERM has stopped training."""
     data = Samples(64)
     datamodule = FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate, val_dataset=Samples(64), **REPEATS)
-    hears = Hears()
-    callbacks: list[L.Callback] = [hears] if path is None else [hears, callback(path)]
+    heard: list[str] = []
+    hearing = LambdaCallback(on_exception=lambda *given: heard.append(str(given[-1])))
+    callbacks: list[L.Callback] = [hearing] if path is None else [hearing, callback(path)]
     run = trainer(
         strategy=FreeScaleStrategy(**(strategy or {})),
         devices=int(os.environ["WORLD_SIZE"]),
@@ -78,7 +70,7 @@ def _fit(
         assert run.received_sigterm
         assert stopped.code == 143
         assert re.fullmatch(r"rank \d received SIGTERM: all ranks stop here", str(stopped))
-        assert hears.text == str(stopped)
+        assert heard == [str(stopped)]
         return True
     return False
 
@@ -160,13 +152,14 @@ def test_validation_stops_too_and_what_is_saved_is_whole(tmp_path: Path) -> None
 
 def _start(hook: str, ranks: Collection[int], how: str) -> tuple[type, Any, str]:
     """Return the type and exit status of the exception that ends the fit, and the text that callbacks receive."""
-    hears, data = Hears(), Samples(64)
+    heard, data = [], Samples(64)
+    hearing = LambdaCallback(on_exception=lambda *given: heard.append(str(given[-1])))
     strategy = FreeScaleStrategy(timeout=timedelta(seconds=10))
-    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[hears])
+    run = trainer(strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[hearing])
     with pytest.raises(BaseException) as ended:  # noqa: PT011 (which one is compared)
         run.fit(ActsInHook(hook, ranks, ENDS[how]), FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    return ended.type, getattr(ended.value, "code", None), hears.text
+    return ended.type, getattr(ended.value, "code", None), heard[-1]
 
 
 @pytest.mark.usefixtures("patient")
@@ -188,21 +181,15 @@ def test_a_signal_before_training_ends_all_ranks_with_its_status(size: int, hook
         assert own in text if rank in ranks else any(other in text for other in others)
 
 
-class SavesInTheEnd(L.Callback):
-    """Saves in ``on_fit_end``, where Lightning handles no signals any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def _save(path: Path, ranks: Collection[int], inside: bool) -> None:
-    """Raise an error with the exit status and the text of the exception that ends a save in or after a fit."""
+    """Raise an error with the exit status and the text of the exception that ends a save in or after a fit.
+
+    Inside, it is saved in ``on_fit_end``, where Lightning handles no signals any more.
+    """
     data, module = Samples(64), ActsInHook("on_save_checkpoint", ranks, ENDS["is terminated"])
     module.on_save_checkpoint = lambda checkpoint: module.pass_by("on_save_checkpoint")
-    run = trainer(devices=int(os.environ["WORLD_SIZE"]), callbacks=[SavesInTheEnd(path)] if inside else [])
+    saving = LambdaCallback(on_fit_end=lambda run, _: run.save_checkpoint(path))
+    run = trainer(devices=int(os.environ["WORLD_SIZE"]), callbacks=[saving] if inside else [])
     try:
         run.fit(module, FreeScaleDataModule(data, data.lengths, 4, collate_fn=collate))
         run.save_checkpoint(path)

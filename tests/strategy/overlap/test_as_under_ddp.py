@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torchrec.optim import apply_optimizer_in_backward
@@ -203,9 +203,7 @@ def test_without_overlap_as_under_ddp() -> None:
 # -- refused
 
 
-class ChangesValue(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.gradient_clip_val = None
+UNSETS_LIMIT = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "gradient_clip_val", None))
 
 
 def _look_up_between(module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -263,7 +261,7 @@ REFUSED = {
     "Lightning's, without overlap": refused(NORM, "gradient_clip_val=1.0", overlap=PLAIN),
     "inside a window, norm": later(BETWEEN, "gradient_clip_val=0.05", **BY_NORM),
     "inside a window, value": later(BETWEEN, "gradient_clip_val=0.005", **BY_VALUE),
-    "a limit that changes": refused(CountingModel, "gradient_clip_val=None", callbacks=lambda: [ChangesValue()], **BY_VALUE),
+    "a limit that changes": refused(CountingModel, "gradient_clip_val=None", callbacks=lambda: [UNSETS_LIMIT], **BY_VALUE),
     "a lookup between steps": refused(LOOKS_UP, "'net.embeddings'", "outside of a training step"),
     "managed collisions": refused(WithManaged, "gradient_clip_val=0.05", "['managed']", **BY_NORM),
     "a hook without overlap": refused(ByHook, "ByHook.configure_gradient_clipping", "['net.embeddings']", overlap=PLAIN),
