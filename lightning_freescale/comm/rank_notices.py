@@ -104,10 +104,9 @@ class RankNotices:
 
     def _exit(self) -> None:
         """Close at the end of a program that does not. A rank that has failed sends no farewell."""
-        if os.getpid() == self._process:
-            if not self._failed:
-                self._jobs.put(partial(self._store.set, f"exited/{self.rank}", ""))
-            self.close(farewell=not self._failed)
+        if not self._failed:
+            self._jobs.put(partial(self._store.set, f"exited/{self.rank}", ""))  # a forked process has no thread that runs it
+        self.close(farewell=not self._failed)
 
     # -- stop together
 

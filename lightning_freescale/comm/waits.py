@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.2
 _END_SECONDS = 1.0
 T = TypeVar("T")
 WAITING: list[MainThread] = []
-"""The main thread, once for each object that learns of the failures of other ranks."""
+"""The main thread, once for each open :class:`.RankNotices`."""
 
 
 def until_another_fails(create: Callable[[], T]) -> T:

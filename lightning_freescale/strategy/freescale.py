@@ -279,7 +279,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self.at_teardown.close()
         module = self.lightning_module
         unbuilt = module is not None and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        if self.tables is None and not unbuilt:  # set-up has failed otherwise, and nothing can move tensors without values
+        if self.tables is None and not unbuilt:  # Lightning moves the module, and tensors on the meta device cannot move
             super().teardown()
             return
         if self.tables is not None and isinstance(self.tables.group, ProcessGroupFreeScale):
