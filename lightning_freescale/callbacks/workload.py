@@ -107,7 +107,8 @@ def _lengths_of(returned: Any) -> Floats:
     try:
         lengths = np.asarray(returned, dtype=np.float64)  # numpy refuses tensors on other devices, whose reading would wait
     except (TypeError, ValueError, RuntimeError) as error:
-        wrong = f"{reprlib.repr(returned)}, which is not numeric ({error})"
+        shown = f"a tensor on {returned.device}" if isinstance(returned, torch.Tensor) else reprlib.repr(returned)
+        wrong = f"{shown}, which numpy cannot convert ({error})"
     else:
         invalid = ~(np.isfinite(lengths) & (lengths >= 0))
         if lengths.ndim != 1 or not lengths.size:
