@@ -95,10 +95,8 @@ def _figures(text: str) -> list[str]:
 
 
 def test_text_of_few_ranks() -> None:
-    lines = _lines(
-        _two_ranks(exchanges=[ExchangeFigures("rows", 4.0, 0.0, 0.0, 0.0, None, (3, 9))], status=Status(warmup=5)),
-        "Where the time went",
-    )
+    rows = ExchangeFigures("rows", 4.0, 0.0, 0.0, 0.0, None, (3, 9))
+    lines = _lines(_two_ranks(exchanges=[rows], status=Status(warmup=5)), "Where the time went")
     assert "freescale (HSTU)" in lines[0] and _figures(lines[0]) == ["2", "3", "5"]
     assert lines[1].split("  ")[-1] == "last" and "wait for peers" not in lines[1]
     assert " ".join(lines[2].split()) == "rank 0 2000.0 0.0% 50.0% 37.5% 12.5% 0.0% 0.0% 37.5% 25.0%"

@@ -26,6 +26,7 @@ const IDEAS = {
   "no host overhead": "ranks only run the model between exchanges",
   "equal histories": "every rank has samples of mean cost; slow ranks stay slow",
   "no padding": "ranks compute no padding",
+  "no contention": "pending transfers do not slow down compute", // in reports of earlier versions
 };
 
 function whatIf(body, { what_if: ideas, replay, status }) {
