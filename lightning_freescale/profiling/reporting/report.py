@@ -64,7 +64,9 @@ class BubbleReport:
         median_step: intervals of a typical step, as in the document.
         features: features of every step and rank, shape ``[steps, ranks, features]``; None if unknown.
         predicted: predicted compute in a unit that the ranks of a step share, shape ``[steps, ranks]``; None if unknown.
-        balance: planned balance of the steps, as in the document; None without plans.
+        balance: planned imbalance of the steps, as in the document; None without plans. ``compute`` has ``as_drawn``,
+            ``balanced``, ``lower_bound`` and ``gap``. ``tokens`` has ``as_drawn``, ``balanced`` and ``fullest``, or is None.
+            ``fitted_steps`` is the number of steps with fitted costs.
         padded: ``kind`` and ``tokens`` of ``padding``; None if unknown or not padded.
         memory: memory of every rank at the end of every window; None if unknown.
         heat: hot rows of the embedding tables, as in the document; None if no row can be hot.
@@ -148,9 +150,7 @@ class BubbleReport:
 
         The share of the wall time assumes compute proportional to the tokens.
         """
-        if self.padded is None:
-            return None
-        return {**self.padded, "time": self.padded["tokens"] * self.shares["compute"]}
+        return None if self.padded is None else {**self.padded, "time": self.padded["tokens"] * self.shares["compute"]}
 
     def document(self, series: bool = True) -> Document:
         """Return the JSON document that ``schema.json`` describes, with or without the ``series`` of single steps.
