@@ -54,11 +54,10 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> dic
     if len(known) < len(plans) or not known:
         return None
     seconds = compute.mean(axis=1)
-    weights = seconds / seconds.sum() if seconds.any() else np.full(len(known), 1 / len(known))
 
     def mean(name: str) -> Any:
         values = [getattr(plan, name) for plan in known]
-        return None if None in values else float(np.array(values) @ weights)
+        return None if None in values else float(np.average(values, weights=seconds if seconds.any() else None))
 
     means = {"as_drawn": mean("unbalanced"), "balanced": mean("balanced"), "lower_bound": mean("lower_bound")}
     # rounding may make the gap negative
@@ -72,14 +71,12 @@ def planned_balance(plans: Sequence[PlannedStep | None], compute: Floats) -> dic
     }
 
 
-def planned_padding(plans: Sequence[PlannedStep | None], compute: Floats) -> dict[str, Any] | None:
+def planned_padding(plans: Sequence[PlannedStep], compute: Floats) -> dict[str, Any] | None:
     """Return the last ``kind`` of padding, and the share of the computed ``tokens`` over the steps in which it is known.
 
     The share is weighted by ``compute``, see :func:`planned_balance`. The result is None if no step has padding.
     """
-    padded = [
-        (plan, seconds) for plan, seconds in zip(plans, compute.mean(axis=1)) if plan is not None and plan.padding is not None
-    ]
+    padded = [(plan, seconds) for plan, seconds in zip(plans, compute.mean(axis=1)) if plan.padding is not None]
     if not padded:
         return None
     known, weights = zip(*padded)

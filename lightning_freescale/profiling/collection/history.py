@@ -102,7 +102,8 @@ class History:
         exchanges = self._exchange_sums()
         balance = planned_balance(plans, compute)
         padded = None if balance is None else planned_padding(plans, compute)
-        cases, replayed = self._what_if(breakdown, expected, (padded or {}).get("tokens")) if traced is not None else ((), None)
+        padding = None if padded is None else padded["tokens"]
+        cases, replayed = self._what_if(breakdown, expected, padding) if traced is not None else ((), None)
         return BubbleReport(
             breakdown=breakdown,
             samples=np.array(samples),
