@@ -143,7 +143,7 @@ def fit_report(document: Mapping[str, Any]) -> ReportFit:
     Raises:
         ValueError: The report holds no history lengths, or has too few steps.
     """
-    series = document.get("series") or {}
+    series = document["series"]
     sums = np.array(series.get("features") or [], dtype=np.float64)
     if not sums.size or (sums[..., 1].any() and not sums[..., 2].any()):
         raise ValueError(

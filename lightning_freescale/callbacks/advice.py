@@ -128,7 +128,7 @@ def _nothing(about: str, document: Document) -> str | None:
 
 _ADVICE: Mapping[str, Callable[[str, Document], str | None]] = {
     "data loading": _data_loading,
-    "imbalance of data": lambda about, document: _to_balance(document) + f". {_SEE_DEVICE}" * (about == "slow ranks"),
+    "imbalance of data": lambda about, document: _to_balance(document) + (f". {_SEE_DEVICE}" if about == "slow ranks" else ""),
     "slow hardware": _slow_hardware,
     "uneven compute": _uneven_compute,
     "embedding exchange": _embedding_exchange,
