@@ -64,7 +64,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: _sampler(balance=False, max_tokens_per_rank=1, tokens=COSTS), ["balance=False", "max_tokens_per_rank"]),
     (lambda: _sampler(tokens=[1.0] * 9), ["tokens=...", "(9,)"]),
     (lambda: predict([1.0, -1.0], 1, 1), ["predict(costs=...)[1] is -1.0"]),
-    (lambda: predict(COSTS, 9, 1), ["8 samples", "9 ranks"]),
+    (lambda: predict(COSTS[:1], 9, 1), ["there is 1 sample for 9 ranks"]),
     (lambda: predict(COSTS, 1, 1, steps=0), ["predict(steps=0)"]),
     (lambda: predict(COSTS, 3, 3, drop_last=True), ["drop_last=True", "8 samples", "batch_size=3", "3 ranks"]),
     (lambda: Budget(8, [1, 2, 9]), ["per_rank=8", "sample 2", "9"]),

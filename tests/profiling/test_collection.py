@@ -130,12 +130,8 @@ def _check_subgroups() -> None:
     exchange.alignment.uncertainty_at = lambda _: 0.0  # however busy the machine is
     exchange.alignment.figures = lambda: {"drift": [0.0, 1e-6, -5e-6][rank], "syncs": rank, "round_trip_s": 0.1 * rank}
     pair, world = {"pair:7.0": (0.1, 0.3, None)[rank]}, {"world:7.0": (0.5, 0.5, 0.75)[rank]}
-    steps = [
-        replace(_step(pair if rank < 2 else {}), features=f"rank {rank}"),
-        _step(world, index=8),
-        _step({"own": 0.2}, index=9),
-    ]
-    windows = exchange.exchange_steps(steps)
+    first = replace(_step(pair if rank < 2 else {}), features=f"rank {rank}")
+    windows = exchange.exchange_steps([first, _step(world, index=8), _step({"own": 0.2}, index=9)])
     if rank:
         assert windows is None
         return

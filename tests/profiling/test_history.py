@@ -79,14 +79,14 @@ def test_the_last_steps_of_every_rank_are_kept() -> None:
 
 def test_plans_are_of_the_steps_in_the_report() -> None:
     history = _history(max_steps=2)
-    plans = [PlannedStep(1.0 + step, 1.0, 1.0) for step in range(3)]
+    plans = [PlannedStep(1.0 + step, 1.0, 1.0, padding=0.1 * step, padded="batch") for step in range(3)]
     history.add_windows(_windows(0, 2), plans[:2])
     history.add_windows(_windows(2, 3), plans[2:])
-    balance, (even, odd) = _report(history).balance, map(sum, FORWARD)
-    assert balance is not None
-    assert balance["compute"]["as_drawn"] == pytest.approx((2.0 * odd + 3.0 * even) / (even + odd))
+    report, (even, odd) = _report(history, []), map(sum, FORWARD)
+    assert report.balance["compute"]["as_drawn"] == pytest.approx((2.0 * odd + 3.0 * even) / (even + odd))
+    assert report.padded["tokens"] == pytest.approx((0.1 * odd + 0.2 * even) / (even + odd)) and "no padding" in _gains(report)
     history.add_windows(_windows(3, 4))
-    assert _report(history).balance is None, "of the last step nothing is known"
+    assert _report(history).balance is _report(history).padded is None, "of the last step nothing is known"
 
 
 def test_figures_are_means_over_steps_and_ranks() -> None:

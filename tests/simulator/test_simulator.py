@@ -171,13 +171,14 @@ def test_no_prediction_is_above_the_limit(lengths: list[float], ranks: int, seed
 def test_every_figure_says_what_it_is() -> None:
     lengths = np.random.default_rng(0).lognormal(4, 1, 500)
     load = TrainingLoad.from_compute(8, lengths, assumed(0.1, 0.05, 0.2, "s"), assumed(0.5, 0.2, 0.8))
-    found = simulate(lengths, 16, load, Network(), draws=4)
+    found, alike = (simulate(lengths, 16, load, Network(), draws=draws) for draws in (4, 0))
     assert [each.name for each in found] == list(LADDER)
+    assert [each.step.value for each in found] == [each.step.value for each in alike], "draws change the ranges alone"
     for each in found:
         stated = json.loads(json.dumps(each.as_dict()))
         figures = {name: stated[name] for name in ("step", "bubble", "speed_up", "removed", "limit")}
-        assert all(figure["word"] == "predicted" for figure in figures.values())
-        assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures.values())
+        assert stated["techniques"] == str(each.techniques)
+        assert all(one["word"] == "predicted" and one["low"] <= one["value"] <= one["high"] for one in figures.values())
         assert each.name == "plain" or figures["speed_up"]["low"] < figures["speed_up"]["high"]
 
 
