@@ -85,10 +85,11 @@ class TableStrategy:
             f"rerank_every_n_steps={rerank_every_n_steps!r}": (rerank_every_n_steps != 200, ours or cold),
             f"wire={wire!r}": (wire != "float32", ours),
         }
-        for text in (text for text, (is_given, useless) in given.items() if is_given and useless):
-            raise ValueError(
-                f"FreeScaleStrategy({text}): {given[text][1]}, so the option has no effect. Remove one of the two options"
-            )
+        for text, (is_given, useless) in given.items():
+            if is_given and useless:
+                raise ValueError(
+                    f"FreeScaleStrategy({text}): {useless}, so the option has no effect. Remove one of the two options"
+                )
         if hot_rows != "auto" or rerank_every_n_steps != 200 or wire != "float32":
             from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
             from lightning_freescale.embeddings.overlap.row_codec import wire_types
