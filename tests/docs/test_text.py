@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lightning_freescale._version import SITE
+from lightning_freescale.profiling.reporting.verdict import LINKS
 from tests.docs.pages import DOCS, PAGES, ROOT, without_code
 
 sys.path.append(str(ROOT / "scripts"))
@@ -54,6 +56,18 @@ def test_every_link_leads_somewhere() -> None:
     assert found == {}
     text = '[a](nowhere.md) [b](limits.md#nowhere) [c](#nowhere) [d](limits.md) `[e](code.md)` <img src="no.png">'
     assert _broken(DOCS / "index.md", text) == ["nowhere.md", "limits.md#nowhere", "#nowhere", "no.png"]
+
+
+def test_the_site_has_one_address_and_the_pages_that_verdicts_link_to() -> None:
+    config, project = ((ROOT / name).read_text() for name in ("mkdocs.yml", "pyproject.toml"))
+    assert re.findall(r"^site_url: (\S+)$", config, re.MULTILINE) == [SITE]
+    assert re.findall(r'^\[project.urls\]\nDocumentation = "(\S+)"$', project, re.MULTILINE) == [SITE]
+    assert "\nuse_directory_urls: false " in config, "page.md is page.html"
+    for link in LINKS.values():
+        page, _, anchor = link.removeprefix(SITE).partition(".html#")
+        assert anchor in _anchors(DOCS / f"{page}.md"), link
+    named = [path for path in (ROOT / "lightning_freescale").rglob("*.*") if path.suffix != ".pyc" and SITE in path.read_text()]
+    assert [path.name for path in named] == ["_version.py"]
 
 
 # -- figures

@@ -37,7 +37,8 @@ def summary(document: Document, brief: bool = False) -> str:
 
 def _wrapped(*sentences: str | None) -> Iterator[str]:
     for sentence in sentences:
-        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ")
+        # an address stays whole, so that terminals open it
+        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _incomplete(document: Document) -> str | None:

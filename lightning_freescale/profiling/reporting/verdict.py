@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lightning_freescale._version import SITE
+
 Document = Mapping[str, Any]
 Advise = Callable[[str, str, Document], "str | None"]
 """Function from a cause, its exchange or section of host overhead, and the document to advice, or None."""
@@ -22,20 +24,22 @@ _FALLS_SHORT = 0.95
 """Ratio of the gain to the gain by the share below which compute is too short to hide the exchange."""
 _BESIDE = 0.05
 """Share of the wait below which the hidden time of an exchange is ignored, so that its rate can be stated."""
-_PAGE = "docs/how_to/read_the_report.md"
-_HOW = {
-    "data loading": "#the-loader-is-late",
-    "imbalance of data": "#histories-differ",
-    "slow hardware": "#a-rank-is-slow",
-    "uneven compute": "#compute-is-uneven",
-    "embedding exchange": "#rows-are-waited-for",
-    "dense communication": "#other-exchanges-are-waited-for",
-    "other communication": "#other-exchanges-are-waited-for",
-    "host overhead": "#the-host-is-busy",
-    "padding": "#batches-are-padded",
-    "idle device": "#the-gpu-waits-for-the-host",
+_PAGE = f"{SITE}how_to/read_the_report.html"
+_ANCHORS = {
+    "data loading": "the-loader-is-late",
+    "imbalance of data": "histories-differ",
+    "slow hardware": "a-rank-is-slow",
+    "uneven compute": "compute-is-uneven",
+    "embedding exchange": "rows-are-waited-for",
+    "dense communication": "other-exchanges-are-waited-for",
+    "other communication": "other-exchanges-are-waited-for",
+    "host overhead": "the-host-is-busy",
+    "padding": "batches-are-padded",
+    "idle device": "the-gpu-waits-for-the-host",
 }
-"""Sections of ``_PAGE`` with advice, by cause."""
+LINKS = {cause: f"{_PAGE}#{anchor}" for cause, anchor in _ANCHORS.items()}
+LINKS["waiting for peers"] = f"{SITE}report.html#waits-that-are-not-divided"
+"""Sections of the documentation with advice, by cause."""
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
 """Causes of the parts that have a single cause."""
 _ADVICE = {
@@ -143,7 +147,7 @@ def _verdict(document: Document, case: str, gain: float, advise: Advise) -> Bubb
     advice = advise(cause, about, document) or _ADVICE[cause]
     if cause == "host overhead" and _has_no_data_spans(document):
         advice = f"Iterate over batches_on(timeline, loader), which records waits for data. {advice}"
-    return BubbleVerdict(cause, gain, verdict, why, f"{advice} ({_PAGE}{_HOW[cause]}).")
+    return BubbleVerdict(cause, gain, verdict, why, f"{advice}. See {LINKS[cause]}")
 
 
 def _idle_device(document: Document, gain: float) -> BubbleVerdict:
@@ -155,7 +159,7 @@ def _idle_device(document: Document, gain: float) -> BubbleVerdict:
         f"the run would be at most {gain:.2f}x as fast.",
         f"In {document['device_idle']['steps']} steps under torch.profiler, which slows the host down, the device ran nothing "
         f"for {share:.1%} of the time beyond the bubbles.",
-        f"{_ADVICE['idle device']} ({_PAGE}{_HOW['idle device']}).",
+        f"{_ADVICE['idle device']}. See {LINKS['idle device']}",
     )
 
 
@@ -186,7 +190,7 @@ def _not_replayed(document: Document) -> BubbleVerdict:
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
         f"The steps were not replayed, so the gain without it is unknown: {why}.",
-        f"See {_PAGE}{_HOW[_PARTS[part]] if part in _PARTS else ''}.",
+        f"See {LINKS[_PARTS[part]] if part in _PARTS else _PAGE}",
     )
 
 
@@ -197,7 +201,7 @@ def _undivided(document: Document) -> BubbleVerdict:
         None,
         f"Waiting for peers, {share:.1%} of the time: for stragglers or for transfers, which could not be distinguished.",
         f"{reason[:1].upper()}{reason[1:]}.",
-        "See docs/report.md#waits-that-are-not-divided.",
+        f"See {LINKS['waiting for peers']}",
     )
 
 
