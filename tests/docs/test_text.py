@@ -16,7 +16,7 @@ import pytest
 
 from lightning_freescale._version import SITE
 from lightning_freescale.profiling.reporting.verdict import LINKS
-from tests.docs.pages import DOCS, PAGES, ROOT, without_code
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, without_code
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -68,6 +68,16 @@ def test_the_site_has_one_address_and_the_pages_that_verdicts_link_to() -> None:
         assert anchor in _anchors(DOCS / f"{page}.md"), link
     named = [path for path in (ROOT / "lightning_freescale").rglob("*.*") if path.suffix != ".pyc" and SITE in path.read_text()]
     assert [path.name for path in named] == ["_version.py"]
+
+
+WIDTH = 100
+"""The characters that a wide screen shows beside the navigation. Output is as a program prints it."""
+
+
+def test_lines_of_code_fit_a_wide_screen() -> None:
+    shown = [(page.name, block) for page in PAGES for block in blocks(page) if block.language != "text"]
+    code = [(page, line) for page, block in shown for line in block.text.splitlines()]
+    assert [(page, line) for page, line in code if len(line) > WIDTH] == []
 
 
 # -- figures
@@ -165,8 +175,8 @@ def test_trends_show_earlier_runs_of_the_figures_in_tables(repository: Path) -> 
 
     _table(repository, "{speed_up:.2f}")
     shown = page()
-    assert "| speed_up | 2.178 |" in shown and "lost" not in shown
-    assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_mean | 0.5 | - |" in shown
+    assert "| speed_<wbr>up | 2.178 |" in shown and "lost" not in shown
+    assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_<wbr>mean | 0.5 | - |" in shown
 
 
 def test_pages_have_no_hidden_text() -> None:
