@@ -106,11 +106,6 @@ class MapStyleData:
         return str(changed.get("assignment_mode", self._mode))
 
     @property
-    def padding_is_known(self) -> bool:
-        """Whether the padding of batches, including its length, is known."""
-        return self.padding in ("none", "batch") or self.padded_length is not None
-
-    @property
     def plans_padding(self) -> bool:
         """Whether future steps are planned for padded batches."""
         return self.padding == "batch" and bool(self._padded_steps)
