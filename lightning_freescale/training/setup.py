@@ -163,11 +163,20 @@ class TableStrategy:
 
 
 def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
-    """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take."""
+    """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take.
+
+    Raise a ValueError for an option that would average the dense part over other ranks than those that share the tables.
+    """
     takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
     names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
     names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
     for option in given:
+        if option in ("process_group", "device_mesh"):
+            raise ValueError(
+                f"{strategy.__name__}({option}=...): the dense part would be averaged over these ranks only, but all ranks "
+                "share the embedding tables. Groups with tables of their own (TorchRec's DMPCollection) are not supported. "
+                "Remove the option"
+            )
         if option not in names:
             near = get_close_matches(option, names, n=1)
             hint = f"Did you mean {near[0]}=?" if near else "See its docstring and that of DistributedDataParallel"
