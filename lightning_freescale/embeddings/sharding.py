@@ -211,7 +211,7 @@ class TableSharding:
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         tables = padded_plan(collection, tables)
-        check_plan(collection, tables, chosen)
+        check_plan(collection, tables, chosen, self._overlap)
         orders = row_orders(collection, tables, env.world_size)
         planned = dict(blueprint.named_parameters(remove_duplicate=False))
         for table in collection.tables:
