@@ -166,14 +166,15 @@ def _check_options(collection: Collection, table: Table, planned: Any, overlap: 
         )
     if collection.managed and kernel == "fused_uvm_caching":
         raise ValueError(
-            f"{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. "
-            'Use "fused" or "fused_uvm".'
+            f'{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. Use "fused" or "fused_uvm".'
         )
-    if kernel not in _FUSED or kind == "data_parallel":
+    if kind == "data_parallel":
         raise ValueError(
-            f"{given} sharding_type={kind!r} and compute_kernel={kernel!r}, but fused kernels update the tables. Use "
-            f"one of the compute kernels {_FUSED} and a type other than data_parallel."
+            f"the planner gives table {table.name!r} of embedding collection {collection.path!r} sharding_type={kind!r}, but "
+            "only a finished plan can do so. Pass the planner's plan, plan=planner.plan(module, sharders)."
         )
+    if kernel not in _FUSED:
+        raise ValueError(f"{given} compute_kernel={kernel!r}, but fused kernels update the tables. Use one of {_FUSED}.")
     if overlap and not collection.managed and output not in (None, DataType.FP32):
         raise ValueError(
             f"{given} output_dtype={output.name}, but an overlapped exchange returns FP32. Convert the results in the module, "

@@ -200,8 +200,10 @@ def refuse_ddp_options(start_method: str, model_averaging_period: int | None = N
 # -- steps of the set-up, in their order
 
 
-def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, advise: str = "") -> Found:
+def collections_of(module: nn.Module | None, shard: Shard, plan: Any = None, warn: bool = False, advise: str = "") -> Found:
     """Return the embedding collections of a module, see :func:`.find_collections`; none if TorchRec is not installed.
+
+    Tables that ``plan`` makes data-parallel are not included.
 
     With ``warn``, warn about collections that cannot be sharded, and log if there are none. ``advise`` is the name of the
     strategy in messages about large ``nn.Embedding`` modules that it shards or could shard, or empty for no messages.
@@ -209,6 +211,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
     found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
         from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+        from lightning_freescale.embeddings.data_parallel import without_data_parallel
         from lightning_freescale.embeddings.plain_embedding import choose_embeddings
 
         choice = choose_embeddings(module, shard)
@@ -217,6 +220,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
             rank_zero_warn(f"embedding collection {path!r} has a type that cannot be sharded. It is replicated as with 'ddp'")
         if advise:
             _log_embeddings(choice, shard, found, advise)
+        found = without_data_parallel(found, plan)
     if warn and not found:
         rank_zero_info("strategy 'freescale': the module has no embedding collection to shard. It trains as with 'ddp'")
     return found
