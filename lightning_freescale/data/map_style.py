@@ -106,6 +106,11 @@ class MapStyleData:
         return str(changed.get("assignment_mode", self._mode))
 
     @property
+    def keeps_equal_counts(self) -> bool:
+        """Whether ``assignment_mode="auto"`` has chosen equal numbers of samples, because unequal ones do not help."""
+        return self.counts_are_settled and self._chooses_counts and self.assignment_mode == "fixed"
+
+    @property
     def plans_padding(self) -> bool:
         """Whether future steps are planned for padded batches."""
         return self.padding == "batch" and bool(self._padded_steps)

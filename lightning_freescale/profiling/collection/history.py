@@ -55,9 +55,9 @@ class History:
         self._heat: Mapping[str, Any] | None = None
         self.added = 0
 
-    def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
-        """Record how samples are assigned to the ranks, if that was chosen during training, and the document's hot rows."""
-        self._run, self._heat = replace(self._run, assignment=assignment), heat
+    def note_outcome(self, settings: Mapping[str, Any], heat: Mapping[str, Any] | None = None) -> None:
+        """Record the fields of :class:`RunInfo` that training may have changed, and the document's hot rows."""
+        self._run, self._heat = replace(self._run, **settings), heat
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank and their plans, None if unknown."""

@@ -49,7 +49,7 @@ _ADVICE = {
     "uneven compute": "Check for other work on the machine, or for compute that does not depend on the length of the history",
     "embedding exchange": "Exchange rows while the model computes",
     "dense communication": "Send gradients less often, or use a larger batch, which hides more",
-    "other communication": "ProfilerOptions(torch_profiler_steps=3) shows the caller",
+    "other communication": "The trace of torch.profiler shows the caller",
     "host overhead": "Reduce the work between the spans, or add spans that show what it is",
     "padding": "Pad to the longest sample of the batch, or use jagged attention, which computes no padding",
     "idle device": "Use fewer and larger kernels: a larger batch, operations on the whole batch and not on single samples, or "
@@ -99,6 +99,12 @@ def verdict_line(document: Document) -> str:
     status, verdict = document["status"], document["verdict"]
     ended = "" if status["complete"] else f"INCOMPLETE: {status['reason']} "
     return f"{ended}Verdict: {verdict['verdict']} Why: {verdict['why']} Next: {verdict['next']}"
+
+
+def settled_options(document: Document) -> set[str]:
+    """Return the names of the options that are on in the run, or that its measurements rejected."""
+    run = document["run"]  # reports of earlier versions lack both
+    return {*run.get("options", ()), *run.get("rejected", ())}
 
 
 def steps_of(document: Document) -> str | None:
@@ -220,7 +226,8 @@ def _data(document: Document, gain: float) -> _Finding:
 def _imbalance(document: Document, gain: float) -> _Finding:
     split, share = document["imbalance"] or {}, _shares_of(document)["straggler_wait"]
     parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
-    differ = f"Of {in_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
+    total = sum(parts.values())
+    differ = f"Of {in_ms(total)} ms by which the slowest rank computes longer than the mean one"
     by_costs = split.get("method") == "cost model"
     largest = max(parts, key=parts.__getitem__)
     slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
@@ -229,7 +236,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
     explained = "what its samples explain" if by_costs else "as long as the others"
     named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
     if by_costs and largest == "data":
-        why = f"{differ}, {in_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
+        why = f"{differ}, {in_ms(min(parts['data'], total))} come from the samples: the histories that ranks draw differ."
         if not slow:
             return _Finding("imbalance of data", "Straggler wait", share, why, "caused by unequal histories")
         alone = next((case["speed_up"] for case in document["what_if"] if case["name"] == "equal histories"), None)
@@ -244,7 +251,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
         return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
     why = "The ranks' compute differs from step to step, and the profiler does not know their samples."
     if by_costs:
-        why = f"{differ}, neither samples nor ranks explain {in_ms(parts['jitter'])}."
+        why = f"{differ}, neither samples nor ranks explain up to {in_ms(parts['jitter'])}."
     return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,10 @@ from lightning_freescale.profiling.reporting.document import ExchangeFigures, Ru
 from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.profiling.reporting.verdict import _ADVICE, LINKS, BubbleVerdict, verdict_line, verdict_on
 from tests.helpers.reports import full_report, report_of, run_info, step
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from planted_documents import documents, repeated_advice
 
 CASES = ("perfect balance", "full overlap", "balance + overlap", "no data wait", "no host overhead", "no padding")
 UNDIVIDED = WaitAttribution(False, 0.0, "the clocks were never compared")
@@ -43,7 +49,9 @@ BEHIND = _exchange("embedding exchange (background)", 0.0, 6e7, 0.05)
 def _report(gains: dict[str, float | None], **more: Any) -> BubbleReport:
     cases = [WhatIf(name, gains.get(name, 1.0), 1.6) for name in CASES]
     shown_text = {
-        name: more.pop(name) for name in ("strategy", "assignment", "overlap", "sharded_tables", "num_workers") if name in more
+        name: more.pop(name)
+        for name in ("strategy", "assignment", "overlap", "sharded_tables", "num_workers", "options")
+        if name in more
     }
     return full_report(what_if=cases, run=run_info(**shown_text), advise=advise, **more)
 
@@ -258,7 +266,7 @@ def _padded(kind: str, tokens: float = 0.67) -> dict[str, Any]:
         ("fixed", {}, "A collate_fn that pads to the longest sample of the batch"),
         ("batch, planned", {"overlap": "on"}, "micro_batches='auto'"),
         ("batch, planned", {"overlap": "off"}, "micro_batches=2"),
-        ("batch", {"assignment": "as drawn"}, "BalanceOptions(padding='auto')"),
+        ("batch", {"assignment": "as drawn"}, "Remove balance=False"),
     ],
 )
 def test_padding_has_its_way_out(kind: str, run: dict[str, str], advice: str) -> None:
@@ -302,9 +310,9 @@ def test_a_prediction_that_measured_compute_does_not_follow_is_named(gains: dict
 
 def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
     """Use a plan without padding, so that no cost explains the differences of compute."""
-    more = {"imbalance": _uneven(1, 1, 20), "assignment": "free"}
+    more = {"imbalance": _uneven(1, 1, 20), "assignment": "free", "options": {"batch_tokens": 100.0}}
     gains: dict[str, float | None] = {"perfect balance": 1.25}
-    assert "padding='auto'" in _verdict(gains, padded=_padded("batch", 0.3), **more).next
+    assert "Remove batch_tokens=: samples of similar length" in _verdict(gains, padded=_padded("batch", 0.3), **more).next
     assert "padding" not in _verdict(gains, padded=_padded("batch, planned", 0.3), **more).next
 
 
@@ -328,3 +336,17 @@ def test_nothing_worth_doing_on_a_gpu_says_how_to_see_it_idle(device: str, named
     run = replace(run_info(), device=device)
     report = full_report(what_if=[WhatIf(name, 1.0, 1.6) for name in CASES], run=run, device_idle=None)
     assert ("torch_profiler_steps=3" in verdict_on(report.document(), advise).next) == named
+
+
+PLANTED = list(documents())
+
+
+def test_no_next_step_recommends_what_is_on_or_has_lost() -> None:
+    """Judge every cause beside every group of settings."""
+    assert len(PLANTED) >= 200
+    found = {f"{settings}: {cause}": (repeated_advice(document), document["verdict"]) for settings, cause, document in PLANTED}
+    assert {name: repeated for name, repeated in found.items() if repeated[0]} == {}
+    for settings, cause, document in PLANTED:
+        verdict = document["verdict"]
+        assert verdict["cause"] == cause and len(verdict["next"]) > 60 and verdict["next"].endswith(LINKS.get(cause, "."))
+        assert not verdict["next"].startswith("See http"), (settings, cause)
