@@ -20,7 +20,9 @@ from tests.docs.pages import DOCS, PAGES, ROOT, blocks, without_code
 
 sys.path.append(str(ROOT / "scripts"))
 
+import docs_callouts
 import figures
+import picture
 
 # -- links
 
@@ -183,9 +185,28 @@ def test_pages_have_no_hidden_text() -> None:
     assert [page.name for page in PAGES if "<!--" in without_code(page.read_text())] == []
 
 
+def test_the_pictures_show_the_results() -> None:
+    assert {path.name: path.read_text() for path in picture.IMAGES.iterdir()} == picture.pictures(), "run `make figures`"
+
+
 def test_the_pages_have_the_figures_of_the_results() -> None:
     checked = subprocess.run([sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, f"run `make figures`: {checked.stdout}{checked.stderr}"
+
+
+# -- callouts
+
+CHANGES = r"(?<!not )changes? (the )?results|gradient-identical|drops?( the)? targets|updates? only the rows"
+
+
+def test_callouts_mark_all_text_about_changed_results() -> None:
+    for page in PAGES:
+        if page.stem == "limits" or page.parent.stem in ("benchmarks", "design"):  # lists of cases, and records
+            continue
+        shown = docs_callouts.on_page_markdown(page.read_text())
+        assert "[!" not in shown, f"{page.name}: a callout is `> [!WARNING]` and a line `> **Title.** text`"
+        plain = [line for line in without_code(shown).splitlines() if line[:1] not in (" ", "|", "!")]
+        assert [line for line in plain if re.search(CHANGES, line, re.IGNORECASE)] == [], page.name
 
 
 # -- names
