@@ -31,6 +31,7 @@ from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
+from lightning_freescale.comm.missing_ranks import naming_missing_ranks
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.comm.waits import until_another_fails
 from lightning_freescale.profiling.recording.observed_work import replaced
@@ -81,8 +82,9 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
-        super().setup_distributed()
+        with naming_missing_ranks(self.cluster_environment):
+            create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+            super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Replace batch norms by synchronized ones, in place, if ``Trainer(sync_batchnorm=True)`` is set."""
@@ -243,8 +245,9 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
-        super()._setup_distributed()
+        with naming_missing_ranks(self.cluster_environment):
+            create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+            super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Make ``fabric.no_backward_sync`` enter ``blocked(module)``, where ``module`` is wrapped by DDP."""

@@ -1,0 +1,62 @@
+"""A rank that waits for others when the default process group is created prints which ranks are missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import redirect_stderr
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.comm import missing_ranks
+from lightning_freescale.testing import run_distributed
+from tests.helpers.recommender import Recommender, fixed_loader, trainer
+
+
+def _lines(printed: str) -> list[tuple[str, str]]:
+    """Return the printing rank and the missing ranks of each line."""
+    return re.findall(r"rank (\d) still waits for ranks \[(.*)\] of 3 at 127.0.0.1:\d+\. Start", printed)
+
+
+def _fit(folder: Path, late: int, comes: bool, printing: list[int]) -> str:
+    """Fit on a node for each rank while ``late`` starts after a line is printed, or not at all; return this rank's output."""
+    rank, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.update(GROUP_RANK=f"{rank}", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    missing_ranks.FIRST_REPORT, missing_ranks.NEXT_REPORT = 0.4, 0.7
+    if rank == late and not comes:
+        return ""
+    begun = time.monotonic()
+    while rank == late and any((f"{each}", f"{late}") not in _lines((folder / f"{each}").read_text()) for each in printing):
+        assert time.monotonic() - begun < 30, "the others have not named this rank"
+        time.sleep(0.1)
+    options: dict[str, Any] = {} if comes else {"timeout": timedelta(seconds=2)}
+    error = ""
+    with (folder / f"{rank}").open("w") as printed, redirect_stderr(printed):
+        try:
+            fit = trainer(devices=1, num_nodes=nodes, strategy=FreeScaleStrategy(**options))
+            fit.fit(Recommender(), fixed_loader(rank, 1))
+        except RuntimeError as given_up:
+            error = str(given_up)
+    return (folder / f"{rank}").read_text() + error
+
+
+@pytest.mark.parametrize(
+    ("late", "comes", "printing"),
+    [
+        (2, True, [0]),
+        pytest.param(0, True, [1, 2], marks=pytest.mark.slow),
+        pytest.param(2, False, [0], marks=pytest.mark.slow),
+    ],
+)
+def test_missing_ranks_are_named(late: int, comes: bool, printing: list[int], tmp_path: Path) -> None:
+    for rank in printing:
+        (tmp_path / f"{rank}").touch()
+    printed = run_distributed(_fit, 3, tmp_path, late, comes, printing, init=False)
+    for rank, text in enumerate(printed):
+        assert (_lines(text)[-1:] == [(f"{rank}", f"{late}")]) == (rank in printing), text
+    assert ("Timed out after 3 seconds waiting for clients. 2/3 clients joined" in printed[0]) == (not comes)
