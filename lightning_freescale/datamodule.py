@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_freescale._lightning.data_module import TrainerDataModule
 from lightning_freescale._lightning.loops import PredictionLoader, Trainer, TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_freescale.balance import BalancedSampler, BlockShuffle
+from lightning_freescale.balance.forecast import fewer_than_asked
 from lightning_freescale.data.balanced_loader import BalancedDataLoader, EvaluationSampler
 from lightning_freescale.data.interactions import (
     HistoryDataset,
@@ -228,10 +229,14 @@ class FreeScaleDataModule(TrainerDataModule):
     # -- loaders
 
     def setup(self, stage: str) -> None:
-        """Reset the progress of a previous fit."""
+        """Reset the progress of a previous fit, and warn if the data set is smaller than a step."""
         if stage == "fit":
             self.train.reset_progress()
             self._reload_every = None  # set by a failed fit
+            if isinstance(self.train, MapStyleData):
+                asked, samples = self.train.budget or self.batch_size, len(self.train.costs)
+                if (fewer := fewer_than_asked(samples, self._rank_and_world_size()[1], asked)) is not None:
+                    rank_zero_warn(f"FreeScaleDataModule(batch_size={asked}): {fewer}")
 
     def teardown(self, stage: str) -> None:
         """Destroy the process group of a stream, and restore the Trainer's settings."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +164,13 @@ def refuse_accumulation(trainer: Trainer, plain: Sequence[Collection], micro_bat
             "accumulated. Accumulation needs an overlapped exchange: FreeScaleStrategy(overlap=True) and tables that are "
             f"sharded by rows or whole. Otherwise use {fix}"
         )
+
+
+def warn_of_few_samples(loader: Any) -> None:
+    """Warn that a step of a torch ``DataLoader`` has fewer samples than its ``batch_size``."""
+    sampler, asked = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
+    if asked and isinstance(sampler, Sized) and len(sampler) < asked:
+        rank_zero_warn(f"DataLoader(batch_size={asked}): the data set has only {len(sampler)} samples for each rank")
 
 
 def warn_of_loader(loader: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core import rank_zero
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_row_wise
+from torch.utils.data import DataLoader
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import LAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -120,7 +122,8 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     ),
     (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
     (lambda: _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({}))), r"'net.embeddings' with tables \['item', 'cat'\]"),
-    (lambda: _fit_planned(table_row_wise(host_index=0)), "table 'item' .*'net.embeddings' sharding_type='table_row_wise'"),
+    (lambda: _fit_planned(data_parallel()), "table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
+    (lambda: _fit_planned(row_wise()), "compute_kernel='dense'.*compute_kernel=\"fused\""),
     (lambda: _fit_planned(COLUMNS), "columns of table 'item'.*RowWiseAdagrad"),
     (lambda: _fit_in_backward(LAMB), "LAMB.*'net.embeddings.embeddings.item.weight'.*CPU"),
     (lambda: _fit_in_backward(torch.optim.NAdam), "NAdam"),
@@ -182,6 +185,28 @@ def _accepted() -> bool:
     return kept and len(module.losses) > 0
 
 
+def _warnings_of_few_samples() -> list[str]:
+    samples = Samples(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(data=_data(3), max_epochs=2)
+        _fit(data=DataLoader(samples, 4, collate_fn=collate), use_distributed_sampler=True)
+        _fit(data=_data(4))
+        _fit(data=DataLoader(samples, 2, collate_fn=collate), use_distributed_sampler=True)
+    return [str(each.message) for each in caught if "has only" in str(each.message)]
+
+
+def test_a_batch_size_above_the_data_is_a_warning_before_training() -> None:
+    assert run_distributed(_warnings_of_few_samples, 2) == [
+        [
+            "FreeScaleDataModule(batch_size=2): A step of 2 x 2 needs 4 samples, but the data set has only 3. Each step has "
+            "all 3, 1 or 2 per rank.",
+            "DataLoader(batch_size=4): the data set has only 2 samples for each rank",
+        ],
+        [],
+    ]
+
+
 def test_accepted_after_a_refused_fit() -> None:
     assert run_distributed(_accepted, 2) == [True, True]
 
@@ -195,7 +220,6 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"overlp": True}, TypeError, "overlp=.* overlap="),
         ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
         ({"zzz": True}, TypeError, "zzz="),
-        *(({name: None}, ValueError, f"{name}=.*all ranks share") for name in ("process_group", "device_mesh")),
         ({"ids_of": dict, "overlap": False}, ValueError, "ids_of=.*overlap=False"),
         ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
