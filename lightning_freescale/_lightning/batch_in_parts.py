@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import Tensor
@@ -54,6 +56,25 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
         replaced(module, {"_on_before_batch_transfer": before_transfer_of_parts}),
     ):
         yield
+
+
+def counted_in_parts(trainer: Trainer, factor: Callable[[], float]) -> ExitStack:
+    """Let each ``ThroughputMonitor`` count all micro-batches, and ``factor()`` times the samples of this rank.
+
+    Lightning takes rank 0's number of samples times the number of ranks as the number of all samples.
+    """
+
+    def count(fn: Callable[[Any], int], factor: Callable[[], float], batch: Any) -> float:
+        return sum(map(fn, batch.batches if isinstance(batch, MicroBatches) else (batch,))) * factor()
+
+    stack, callbacks = ExitStack(), cast(Any, trainer).callbacks
+    for each in callbacks:
+        if isinstance(each, ThroughputMonitor):
+            counts = {"batch_size_fn": partial(count, each.batch_size_fn, factor)}
+            if each.length_fn is not None:
+                counts["length_fn"] = partial(count, each.length_fn, lambda: 1)
+            stack.enter_context(replaced(each, counts))
+    return stack
 
 
 def of_each_part(fn: Callable[[Any], Any], batch: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule as LightningDataModule
 from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, ModelSummary
 from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
@@ -90,6 +90,15 @@ def after_evaluation_batches(trainer: Trainer, call: Callable[[], Any]) -> Gener
 def around_saving(trainer: Trainer, around: Callable[[], Any]) -> AbstractContextManager[None]:
     """Save checkpoints inside the context ``around()``, including the other ranks' wait for rank 0."""
     return replaced(trainer, {"save_checkpoint": _inside(around, trainer.save_checkpoint)})
+
+
+def around_summaries(trainer: Trainer, around: Callable[[], Any]) -> ExitStack:
+    """Let the callbacks of type ``ModelSummary`` count parameters inside the context ``around()``."""
+    stack, callbacks = ExitStack(), cast(Any, trainer).callbacks
+    for each in callbacks:
+        if isinstance(each, ModelSummary):
+            stack.enter_context(replaced(each, {"on_fit_start": _inside(around, each.on_fit_start)}))
+    return stack
 
 
 def before_batches(trainer: Trainer, begin: Callable[[], Any]) -> AbstractContextManager[None]:

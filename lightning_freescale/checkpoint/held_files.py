@@ -94,6 +94,7 @@ class HeldFiles(FileSystem):
 
 
 def close(files: dict[str, int]) -> None:
+    """Close open files."""
     for file in files.values():
         os.close(file)
     files.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -105,6 +106,21 @@ class ShardedTables:
             for table in collection.tables:
                 found |= dict.fromkeys(collection.names(table.key.removeprefix(f"{collection.path}.")), table.key)
         return found
+
+    @contextmanager
+    def shown_whole(self, root: nn.Module) -> Iterator[None]:
+        """Make ``root.parameters()`` return all tables at full size, on the meta device, also those of other ranks."""
+        whole, tables = {}, {table.key: table for table in self.tables}
+        with ExitStack() as stack:
+            for name, key in self.state_dict_keys().items():
+                path, _, leaf = name.rpartition(".")
+                holder: Any = root.get_submodule(path)
+                if key not in whole:
+                    values = torch.empty(tables[key].rows, tables[key].dim, dtype=tables[key].dtype, device="meta")
+                    whole[key] = nn.Parameter(values, holder._parameters[leaf].requires_grad)
+                stack.callback(setattr, holder, "_parameters", holder._parameters)
+                holder._parameters = {**holder._parameters, leaf: whole[key]}
+            yield
 
     @torch.no_grad()
     def full_weight(self, path: str) -> Tensor:

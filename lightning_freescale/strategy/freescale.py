@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_freescale._lightning.batch_in_parts import micro_batches_in, of_each_part
+from lightning_freescale._lightning.batch_in_parts import counted_in_parts, micro_batches_in, of_each_part
 from lightning_freescale._lightning.loops import Trainer, TrainerFn, find_remote_last, reload_train_loader, weights_only_of_run
 from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._lightning.stop_points import SIGTERMException
@@ -33,6 +33,7 @@ from lightning_freescale.strategy.validation import (
     refuse_sampler,
     refuse_second_backward,
     refuse_unsupported,
+    warn_of_few_samples,
     warn_of_loader,
 )
 from lightning_freescale.training.lookahead_loader import UNKNOWN, LookaheadLoader
@@ -155,7 +156,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 refuse_unsupported(trainer)
         except ValueError as error:
             try:
-                found = collections_of(self.lightning_module, self.shard, self.plan)
+                found = collections_of(self.lightning_module, self.shard)
             except ValueError:
                 return  # configure_model may create the tables; the set-up checks again
             if found:  # a module without collections trains as with "ddp"
@@ -179,7 +180,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._hides_nothing = ""
         if fitting or (self.groups is not None and self.groups.root is not module):
             self.groups = None  # otherwise a checkpoint after validate or test is still one of the previous fit
-        found = collections_of(module, self.shard, self.plan, warn=True, advise="FreeScaleStrategy" if fitting else "")
+        found = collections_of(module, self.shard, warn=True, advise="FreeScaleStrategy" if fitting else "")
         self._finds_collections = bool(found)
         if not found:
             self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
@@ -254,7 +255,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._hides_nothing and (found or not getattr(sampler, "may_pad", False)):
             settle_without_exchange(dataloader, self._hides_nothing)
         loader = super().process_dataloader(dataloader)
-        if not (self.overlap and found and (trainer := self.trainer).training):
+        trainer = self.trainer
+        if trainer.training:
+            warn_of_few_samples(loader)
+        if not (self.overlap and found and trainer.training):
             return loader
         return LookaheadLoader(loader, lambda: trainer.num_training_batches)
 
@@ -262,7 +266,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         found = self._finds_collections
-        return bool(collections_of(self.lightning_module, self.shard, self.plan)) if found is None else found
+        return bool(collections_of(self.lightning_module, self.shard)) if found is None else found
 
     @contextmanager
     @override
@@ -303,7 +307,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._hot_rows_hooks = [each.on_hot_rows_changed for each in callbacks if hasattr(each, "on_hot_rows_changed")]
         self.at_teardown.enter_context(micro_batches_in(trainer, None if step is None else step.take_loaded))
         assert self._tuner is not None
-        self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
+        self._balance_monitor = monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
+        self.at_teardown.enter_context(counted_in_parts(trainer, monitor.samples_of_ranks))
         self.autopilot = self._tuner.start(step, self.target_bubble_reduction, self._hides_nothing, self.chosen_settings)
 
     @override

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_freescale._lightning.loops import (
     Trainer,
     after_evaluation_batches,
+    around_summaries,
     leaves_transfer_alone,
     optimizers_to_device,
 )
@@ -71,6 +72,7 @@ def set_up_tables(
     strategy.setup_precision_plugin()
     if fitting:
         optimizers_to_device(strategy.optimizers, device)
+        strategy.at_teardown.enter_context(around_summaries(trainer, partial(tables.shown_whole, module)))
     if fitting and (callbacks := averaging_callbacks(trainer)):
         from lightning_freescale.strategy.weight_averaging import ShardAverages, unfit_for_averages
 

@@ -176,7 +176,8 @@ class RowTransport:
         if self.observer is None or not self.observer.recording:
             return nullcontext()
         moved = max(sum(sizes) - sizes[self.rank] for sizes in (gives, gets))
-        return self.observer.background_collective("embedding exchange", 4 * moved)
+        recorded: AbstractContextManager[None] = self.observer.background_collective("embedding exchange", 4 * moved)
+        return recorded
 
 
 class _JobDone(NamedTuple):
