@@ -67,9 +67,10 @@ SITE := site
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file $(CONFIG) --site-dir $(abspath $(SITE))
 
-# write the figures of benchmarks/results into README.md and docs/
+# write the figures of benchmarks/results into README.md and docs/, and draw docs/images
 figures: setup
 	$(BIN)/python scripts/figures.py
+	$(BIN)/python scripts/picture.py
 
 clean:
 	rm -rf .venv .venv-torch213 site demo_output .mypy_cache .ruff_cache .pytest_cache .hypothesis

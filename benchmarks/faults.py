@@ -19,9 +19,8 @@ unstruck         faults that did not occur
 
 ``--self-test`` runs trainings with these defects, and fails if one of them is not found.
 
-``--append FILE`` adds the counts to those of an earlier result, which had another seed. For each defect, the
-result has the upper limit of the one-sided 95 % confidence interval for its share of the runs: about 3 / n if none of n runs
-had it.
+``--append FILE`` adds the counts to those of an earlier result, which had another seed. For each defect, the result
+has the upper limit of the one-sided 95 % confidence interval for its share of the runs: about 3 / n if none of n runs had it.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ def finish(figures: dict[str, float], options: argparse.Namespace, **more: Any) 
         sys.exit(1)
 
 
-def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace) -> NoReturn:
+def finish_on_all_ranks(figures: dict[str, float], options: argparse.Namespace, **more: Any) -> NoReturn:
     """Call :func:`finish` on rank 0, and exit on all ranks with its code. Collective."""
     import torch.distributed as dist
 
     failed = [0]
     if dist.get_rank() == 0:
         try:
-            finish(figures, options)
+            finish(figures, options, **more)
         except SystemExit as stop:
             if isinstance(stop.code, str):
                 print(stop.code, file=sys.stderr)

@@ -20,7 +20,8 @@ exchanges, higher lanes have priority.
 The bubble b is 1 - compute summed over ranks / (ranks x wall time). Let P, F and X be the time per step without compute of
 plain, floor and a rung. The reduction is r = (P - X) / (P - F). The share of the achievable speed-up is the speed-up over
 1 / (1 - r b). It is below 100 % if there is a floor, because b contains the floor. Brackets contain the least and the most of
-the rounds. The headline is the rung ``split``, named before any run: it has all techniques that work with any loss.
+the rounds. The headline is the rung ``split``, named before any run: it has all techniques that work with any loss. The result
+also has the median step of the last fit of each rung, which ``scripts/picture.py`` draws.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def main() -> None:
     figures = _figures(runs)
     if leads:
         _show(figures, options)
-        if options.plot is not None:
-            _plot(figures, options)
-    finish_on_all_ranks(figures, options)
+    finish_on_all_ranks(figures, options, steps={_key(name): fits[-1].step for name, fits in runs.items()})
 
 
 def _figures(runs: dict[str, list[Fit]]) -> dict[str, float]:
@@ -169,33 +168,6 @@ def _row(name: str, figures: dict[str, float]) -> str:
     return row
 
 
-def _plot(figures: dict[str, float], options: Any) -> None:
-    """Plot the parts of a step, one bar for each rung."""
-    from matplotlib.figure import Figure
-
-    colours = {
-        "compute": "#2166ac",
-        "straggler_wait": "#e08214",
-        "transfer": "#b2182b",
-        "data_wait": "#8073ac",
-        "host_overhead": "#8c8c8c",
-    }
-    figure = Figure(figsize=(7.5, 0.45 * len(options.rungs) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    names = list(reversed(options.rungs))
-    left = np.zeros(len(names))
-    for part, colour in colours.items():
-        keys = [name.replace("-", "_") for name in names]
-        shares = [1 - figures[f"{key}_bubble"] if part == "compute" else figures[f"{key}_{part}"] for key in keys]
-        width = np.array([share * figures[f"{key}_step_ms"] for share, key in zip(shares, keys)])
-        axes.barh(names, width, left=left, color=colour, label=part.replace("_", " "))
-        left += width
-    axes.set_xlabel(f"ms per step, {os.environ['WORLD_SIZE']} ranks, {options.archetype}")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
-    figure.savefig(options.plot, dpi=150)
-
-
 def read_options(words: Sequence[str] | None = None) -> Any:
     arguments = parser(__doc__)
     add = arguments.add_argument
@@ -212,7 +184,6 @@ def read_options(words: Sequence[str] | None = None) -> Any:
     )
     add("--steps", type=int, default=16, help="counted steps of a fit (default: 16)")
     add("--rounds", type=int, default=2)
-    add("--plot", type=Path, metavar="FILE", help="write a picture of the parts of a step")
     options = arguments.parse_args(words)
     planted.be_quiet()
     overlap_variants.weights_share = options.weights_share

@@ -64,7 +64,7 @@ def read_groups() -> dict[str, dict[str, str]]:
 
 def _command(name: str, command: str, options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Return the words of a run's command, with the paths of the files that it reads."""
-    words = command.replace("NAME", name).split()
+    words = command.split()
     places = {key: options.data and options.data / file for key, file in _OUTSIDE.items()} | {"{peers}": options.peers}
     missing = [key for key in places if key in words and not (places[key] and places[key].exists())]
     if missing:

@@ -6,6 +6,7 @@ Importing the package registers the strategy ``"freescale"`` with Lightning and 
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -86,6 +87,6 @@ def _refuse_in_fabric(strategies: Any) -> None:
 
 if find_spec("torch") is not None:
     import lightning_freescale.comm  # noqa: F401 (registers the backend)
-    from lightning_freescale._torchrec import warn_of_fbgemm_for_cuda
+    from lightning_freescale._torchrec import TorchRecFinder
 
-    warn_of_fbgemm_for_cuda()
+    sys.meta_path.insert(0, TorchRecFinder())

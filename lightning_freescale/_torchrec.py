@@ -1,10 +1,14 @@
 """Checks of the installed TorchRec, which only sharded embeddings and jagged batches need."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import CDLL
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
+from typing import Any
 
 import torch
 
@@ -12,35 +16,46 @@ FITTING = {"2.13": ("2.13.0", "1.8.0", "1.8.0"), "2.14": ("2.14.1", "1.9.0", "1.
 """Compatible releases of torch, FBGEMM and TorchRec by torch's minor version, oldest first. No metadata contains them."""
 
 
+class TorchRecImportError(ImportError):
+    """TorchRec is missing, or fails to load. The text ends with the commands that install it."""
+
+
 def require_torchrec() -> None:
     """Import TorchRec, or raise an ImportError with the commands to install it."""
+    with _explained(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+        import_module("torchrec.modules.hash_mc_modules")  # imports all of TorchRec that this package needs
+    # each KeyedJaggedTensor calls torch's deprecated function, which no user can change
+    getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing will" not in str(record.msg))
+
+
+class TorchRecFinder:
+    """A finder for ``sys.meta_path``, with which a user's own import of TorchRec also ends with the commands.
+
+    Otherwise it would end with the name of a library of FBGEMM.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of TorchRec with an import that explains errors, and None for all other modules."""
+        spec = PathFinder.find_spec(name) if name == "torchrec" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _explained()(spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
-            import_module("torchrec.modules.hash_mc_modules")  # imports all of TorchRec that this package needs
-        # each KeyedJaggedTensor calls torch's deprecated function, which no user can change
-        getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing will" not in str(record.msg))
+        yield
+    except TorchRecImportError:
+        raise
     # OSError: a library is missing or built for another torch. AttributeError, RuntimeError: operators have another release.
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         cause = error.__cause__ or error  # FBGEMM's error names its library; the cause names the missing dependency
-        raise ImportError(
+        raise TorchRecImportError(
             f"cannot import TorchRec ({cause}). Installed: {_installed()}. "
             + _commands(all_found=not isinstance(error, ImportError))
-        ) from error
-
-
-def warn_of_fbgemm_for_cuda() -> None:
-    """Warn if FBGEMM cannot load because it is built for CUDA, and torch is not or the machine has no driver.
-
-    Without the warning, a module that imports TorchRec itself fails with only the name of a library.
-    """
-    built = _release("fbgemm-gpu")
-    if not built or "cpu" in built or _release("fbgemm-gpu-cpu") or torch.version.hip is not None:
-        return
-    if torch.version.cuda is None or not _has_driver():
-        lack = "torch is not" if torch.version.cuda is None else "no CUDA driver was found"
-        cause = f"TorchRec cannot be imported, because FBGEMM is built for CUDA and {lack}"
-        warnings.warn(f"{cause}. Installed: {_installed()}. {_commands(all_found=True)}", stacklevel=3)
+        ) from (None if isinstance(error, OSError) else error)
 
 
 def _has_driver() -> bool:

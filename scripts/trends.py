@@ -43,8 +43,13 @@ def _section(name: str, result: Mapping[str, Any], shown: set[str]) -> str:
     lines = [f"## {name}", "", f"`{last['command']}`, on {last['processor']}.", ""]
     lines += ["| | " + " | ".join(_head(run, last) for run in runs) + " |", "|---|" + "--:|" * len(runs)]
     rows = [figure for figure in result["figures"] if figure in shown or not shown]
-    lines += [f"| {row} | " + " | ".join(_cell(run["figures"].get(row)) for run in runs) + " |" for row in rows]
+    lines += [f"| {_breakable(row)} | " + " | ".join(_cell(run["figures"].get(row)) for run in runs) + " |" for row in rows]
     return "\n".join([*lines, ""])
+
+
+def _breakable(name: str) -> str:
+    """Allow a new line after each part of a long name."""
+    return name.replace("_", "_<wbr>")
 
 
 def _head(run: Mapping[str, Any], last: Mapping[str, Any]) -> str:

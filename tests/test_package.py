@@ -7,11 +7,11 @@ import os
 import runpy
 import subprocess
 import sys
-import warnings
 import zipfile
 from configparser import ConfigParser
 from contextlib import redirect_stderr, redirect_stdout
 from email import message_from_string
+from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -157,37 +157,18 @@ def _beside(releases: dict[str, str], cuda: str | None, driver: bool, monkeypatc
     monkeypatch.setattr(_torchrec.torch.version, "cuda", cuda)
 
 
-@pytest.mark.parametrize(
-    ("releases", "cuda", "driver", "warned"),
-    [
-        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, None, False, [f"{FOR_CPU}1.9.0"]),
-        ({"fbgemm-gpu": "1.8.0", "torchrec": "1.8.0"}, None, True, ["fbgemm-gpu==1.9.0"]),
-        ({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", False, [f"{FOR_CPU}1.9.0"]),
-        ({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", True, []),
-        ({"fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, None, False, []),
-        ({"fbgemm-gpu": "1.8.0+cpu"}, None, False, []),
-        ({}, None, False, []),
-    ],
-)
-def test_fbgemm_for_cuda_that_cannot_load_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, releases: dict[str, str], cuda: str | None, driver: bool, warned: list[str]
+def test_an_import_of_torchrec_that_fails_ends_with_the_commands_of_readme_and_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Warn at import, because a module that imports TorchRec itself fails with only the name of a library."""
-    _beside(releases, cuda, driver, monkeypatch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _torchrec.warn_of_fbgemm_for_cuda()
-    texts = [str(warning.message) for warning in caught]
-    lack = "torch is not. " if cuda is None else "no CUDA driver was found. "
-    assert len(texts) == len(warned) and all(command in text and lack in text for command, text in zip(warned, texts))
-
-
-def test_readme_and_docs_show_the_commands_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show the same commands in the README, on the page about installation and in the warning at import."""
+    """Show the same commands in the README, on the page about installation and in the error of a script's own import."""
     _beside({"fbgemm-gpu": "1.9.0", "torchrec": "1.9.2"}, "13.0", False, monkeypatch)
-    with pytest.warns(UserWarning, match="no CUDA driver") as caught:
-        _torchrec.warn_of_fbgemm_for_cuda()
-    commands = [line.strip() for line in str(caught[0].message).splitlines()[1:]]
+    (tmp_path / "torchrec.py").write_text("raise OSError('fbgemm_gpu_py.so') from OSError('libnvidia-ml.so.1: not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchrec", raising=False)
+    with pytest.raises(ImportError, match=r"libnvidia-ml\.so\.1.*no CUDA driver") as caught:
+        import_module("torchrec")
+    assert caught.value.__suppress_context__, "no traceback of FBGEMM stands before the commands"
+    commands = [line.strip() for line in str(caught.value).splitlines()[1:]]
     assert commands == [UNINSTALL, f"{FOR_CPU}{NEWEST[1]}"]
     for page in ("README.md", "docs/install.md"):
         lines = [line.partition("#")[0].strip() for line in (ROOT / page).read_text().splitlines()]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from lightning_freescale.balance.validation import Floats, is_non_negative
 
@@ -201,7 +200,7 @@ def _least_squares(columns: Floats, weight: Floats) -> Floats:
     The result is the best one over all subsets of the columns.
     """
     square, target = columns.T @ (columns * weight[:, None]), columns.T @ weight
-    chosen = _subsets(columns.shape[1])
+    chosen = np.array(list(product([False, True], repeat=columns.shape[1])))  # all subsets, the empty one first
     usable = (np.diag(square) > 0) | ~chosen
     chosen = chosen[usable.all(axis=1)]
     # solve all subsets at once, with 1 on the diagonal of unused columns, which takes a tenth of the time of single calls
@@ -212,9 +211,3 @@ def _least_squares(columns: Floats, weight: Floats) -> Floats:
     loss = np.einsum("si,ij,sj->s", found, square, found) - 2 * found @ target
     loss[(found < 0).any(axis=1)] = np.inf
     return np.maximum(found[int(np.argmin(loss))], 0.0)
-
-
-@cache
-def _subsets(size: int) -> NDArray[np.bool_]:
-    """Return the masks of all subsets of ``size`` items, the empty one first, shape ``[2 ** size, size]``."""
-    return np.array(list(product([False, True], repeat=size)))

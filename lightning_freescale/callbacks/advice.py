@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lightning_freescale.profiling.reporting.verdict import PARTED, Document
+from lightning_freescale.profiling.reporting.verdict import PARTED, Document, settled_options
 
-_DENSE_COMMUNICATION = {
-    "dense gradients": (
-        "accumulate_grad_batches= sends gradients less often; a larger batch hides more; item tables belong into TorchRec"
-    ),
-    "buffers": "DDPStrategy(broadcast_buffers=False), if no rank changes the buffers differently",
-}
 _OTHER_COMMUNICATION = (
-    "BubbleProfiler(torch_profiler_steps=3) shows the callers; self.log(sync_dist=True) and metrics are all_reduces, and "
-    "on_step=False reduces their number"
+    "shows the callers; self.log(sync_dist=True) and metrics are all_reduces, and on_step=False reduces their number"
 )
 _SHARDED_WEIGHTS = (
     "Sharded weights are gathered in each step: prefetch them, shard over fewer ranks, or train with 'ddp' if they fit"
@@ -32,10 +25,7 @@ _HOST_OVERHEAD = {
 """The code that runs in each section of host overhead."""
 _SEE_DEVICE = "See what else runs on that device"
 _PAD_TO_LONGEST = "A collate_fn that pads to the longest sample of the batch computes less padding"
-_PLAN_PADDING = (
-    "BalanceOptions(padding='auto') plans for batches that are padded to their longest sample; remove balance=False, "
-    "batch_tokens= and assignment_mode='zigzag'"
-)
+_NO_PADDING = "Jagged attention computes no padding"
 
 
 def advise(cause: str, about: str, document: Document) -> str | None:
@@ -54,8 +44,21 @@ def _data_loading(about: str, document: Document) -> str:
     return f"{advice}; or reduce the work in __getitem__ and collate_fn"
 
 
+def _first(document: Document, *choices: tuple[str, str]) -> str:
+    """Return the first advice whose options, separated by spaces, are neither on in the run nor rejected by it.
+
+    The last choice has no option, so that it always applies.
+    """
+    settled = settled_options(document)
+    return next(advice for options, advice in choices if settled.isdisjoint(options.split()))
+
+
+def _calls(document: Document) -> str:
+    return _first(document, ("torch_profiler_steps", "BubbleProfiler(torch_profiler_steps=3)"), ("", "trace.json"))
+
+
 def _to_balance(document: Document) -> str:
-    plan = document["run"].get("assignment")
+    run, plan = document["run"], document["run"].get("assignment")
     if plan is None:
         return (
             "FreeScaleDataModule(train_set, lengths=..., collate_fn=...) instead of your DataLoader assigns samples so that "
@@ -65,25 +68,30 @@ def _to_balance(document: Document) -> str:
         return "Remove balance=False: FreeScaleDataModule then assigns samples so that ranks finish together"
     predicted = document["summary"].get("predicted_imbalance")
     if predicted is not None and predicted < document["summary"]["compute_imbalance"] - PARTED:
-        return "The plan predicted less imbalance: freescale balance fit makes a cost model from this run's report.json"
-    if plan == "fixed":
-        return (
-            "BalanceOptions(assignment_mode='slack') allows unequal numbers of samples on the ranks; the advice printed after "
-            "epoch 0 has more"
-        )
-    return "Read the advice printed after the first epoch: larger batches or truncated histories may help"
+        less = "The plan predicted less imbalance"
+        later = "after the first epoch, plans follow the measured times. If the difference stays, pass a function as cost="
+        fit = "freescale balance fit makes a cost model from this run's report.json"
+        return _first(document, ("cost", f"{less}: {fit}"), ("", f"{less}: {later}"))
+    larger = "Try larger batches or truncated histories: freescale balance simulate predicts the imbalance"
+    if plan != "fixed":
+        return larger
+    weighed = "BalanceOptions(assignment_mode='slack')" if run["strategy"] == "freescale" else "Trainer(strategy='freescale')"
+    return _first(document, ("assignment_mode", f"{weighed} allows unequal numbers of samples on the ranks"), ("", larger))
 
 
 def _slow_hardware(about: str, document: Document) -> str:
     if document["imbalance"]["method"] == "cost model":
         return _SEE_DEVICE
-    return f"BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories. If not: {_SEE_DEVICE}"
+    shows = f"BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories. If not: {_SEE_DEVICE}"
+    return _first(document, ("lengths", shows), ("", _SEE_DEVICE))
 
 
 def _uneven_compute(about: str, document: Document) -> str | None:
     if (document["imbalance"] or {}).get("method") != "cost model":
-        return "BubbleProfiler(lengths_fn=...) or FreeScaleDataModule(train_set, lengths=...) shows whether histories cause it"
-    return _PLAN_PADDING if (document["summary"].get("padding") or {}).get("kind") == "batch" else None
+        shows = "BubbleProfiler(lengths_fn=...) or FreeScaleDataModule(train_set, lengths=...) shows whether histories cause it"
+        return _first(document, ("lengths", shows), ("", "")) or None
+    is_padded = (document["summary"].get("padding") or {}).get("kind") == "batch"
+    return _unplanned_padding(document) if is_padded else None
 
 
 def _embedding_exchange(about: str, document: Document) -> str:
@@ -94,31 +102,61 @@ def _embedding_exchange(about: str, document: Document) -> str:
         return (
             "Replace overlap=False or overlap='torchrec' by overlap=True: FreeScaleStrategy then exchanges rows during compute"
         )
-    if run.get("overlap") == "on":
+    if run.get("overlap") != "on":
         return (
-            "Overlap is on, but compute is too short for it: FreeScaleStrategy(target_bubble_reduction=0.9) measures whether "
-            "micro-batches or a split backward hide more"
+            "See the notice at the beginning of the fit: it names the reason why this exchange is not overlapped, and the fix"
         )
-    return "See the notice at the beginning of the fit: it names the reason why this exchange is not overlapped, and the fix"
+    measures = "FreeScaleStrategy(target_bubble_reduction=0.9) measures whether a split backward hides more"
+    parts = "FreeScaleDataModule(micro_batches='auto') measures whether micro-batches hide more"
+    return "Overlap is on, but compute is too short for it: " + _first(
+        document,
+        ("split_backward target_bubble_reduction", measures),
+        ("micro_batches", f"{parts}. The loss must not compare the samples of a batch"),
+        ("wire", "FreeScaleStrategy(wire='bfloat16') halves the bytes. It rounds the rows, so results change"),
+        ("", "a larger batch or a faster network hides more"),
+    )
+
+
+def _dense_communication(about: str, document: Document) -> str:
+    if about == "buffers":
+        return "DDPStrategy(broadcast_buffers=False), if no rank changes the buffers differently"
+    if about != "dense gradients":
+        return _SHARDED_WEIGHTS
+    run = document["run"]
+    less = "accumulate_grad_batches= sends gradients less often; " * (run["accumulate_grad_batches"] == 1)
+    return f"{less}a larger batch hides more" + "; item tables belong into TorchRec" * (not run.get("sharded_tables"))
 
 
 def _host_overhead(about: str, document: Document) -> str:
     code = _HOST_OVERHEAD.get(about, "hooks and callbacks")
-    return f"Reduce the work in {code}; BubbleProfiler(torch_profiler_steps=3) shows the calls"
+    return f"Reduce the work in {code}; {_calls(document)} shows the calls"
 
 
 def _padding(about: str, document: Document) -> str:
     kind = document["summary"]["padding"]["kind"]
-    if kind == "batch, planned":
-        # 'auto' chooses 1 if an exchange is not overlapped
-        parts = "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
-        module = f"FreeScaleDataModule(micro_batches={parts})"
-        return f"{module} pads each micro-batch separately; jagged attention computes no padding"
-    return _PAD_TO_LONGEST if kind == "fixed" else _PLAN_PADDING
+    if kind != "batch, planned":
+        return _PAD_TO_LONGEST if kind == "fixed" else _unplanned_padding(document)
+    # 'auto' chooses 1 if an exchange is not overlapped
+    parts = "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
+    separately = f"FreeScaleDataModule(micro_batches={parts}) pads each micro-batch separately"
+    return _first(document, ("micro_batches", f"{separately}; {_NO_PADDING.lower()}"), ("", _NO_PADDING))
+
+
+def _unplanned_padding(document: Document) -> str:
+    run, options = document["run"], settled_options(document)
+    plans = {"as drawn": "balance=False", "zigzag": "assignment_mode='zigzag'"}
+    hinder = [plans[run["assignment"]]] if run.get("assignment") in plans else []
+    hinder += ["batch_tokens="] * ("batch_tokens" in options)
+    if hinder:
+        return f"Remove {' and '.join(hinder)}: samples of similar length then form the batch of a rank, with less padding"
+    if run["strategy"] != "freescale":
+        return "Trainer(strategy='freescale') detects the padding and puts samples of similar length together"
+    return _NO_PADDING
 
 
 def _nothing(about: str, document: Document) -> str | None:
-    if document["run"]["device"] == "cpu" or document["device_idle"] is not None:
+    profiled = "torch_profiler_steps" in settled_options(document) or document["device_idle"] is not None
+    if document["run"]["device"] == "cpu" or profiled:
         return None
     return (
         "BubbleProfiler(torch_profiler_steps=3) shows whether the device is idle during compute because it waits for the host. "
@@ -132,8 +170,8 @@ _ADVICE: Mapping[str, Callable[[str, Document], str | None]] = {
     "slow hardware": _slow_hardware,
     "uneven compute": _uneven_compute,
     "embedding exchange": _embedding_exchange,
-    "dense communication": lambda about, _: _DENSE_COMMUNICATION.get(about, _SHARDED_WEIGHTS),
-    "other communication": lambda *_: _OTHER_COMMUNICATION,
+    "dense communication": _dense_communication,
+    "other communication": lambda about, document: f"{_calls(document)} {_OTHER_COMMUNICATION}",
     "host overhead": _host_overhead,
     "padding": _padding,
     "nothing": _nothing,

@@ -25,7 +25,7 @@ from lightning_freescale._lightning.profiler import ProfilerCallback, ProgressLi
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
-from lightning_freescale.callbacks.workload import assignment_of, describe_run, fit_costs, plan_of_step, work_of_step
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, settings_of, work_of_step
 from lightning_freescale.profiling.hang_watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
@@ -93,6 +93,7 @@ class BubbleProfiler(ProfilerCallback):
             every_n_steps=every_n_steps, trace_steps=trace_steps, torch_profiler_steps=torch_profiler_steps
         )
         self.dirpath, self.lengths_fn, self.verbose = dirpath, lengths_fn, verbose
+        self._own_options = {"lengths": lengths_fn is not None, "torch_profiler_steps": torch_profiler_steps}
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
@@ -139,7 +140,7 @@ class BubbleProfiler(ProfilerCallback):
         self._observing.enter_context(around_validation(trainer, lambda: self._timeline.span("pause", "validation")))
         self._observing.enter_context(around_saving(trainer, lambda: self._timeline.span("pause", "checkpoint")))
         self._observing.enter_context(before_batches(trainer, self._open_first_step))
-        run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name)
+        run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name, **self._own_options)
         device = trainer.strategy.root_device
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs, advise)
         if self.verbose is not False and trainer.is_global_zero:
@@ -153,7 +154,7 @@ class BubbleProfiler(ProfilerCallback):
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
         heat = getattr(self.overlap, "heat", None)
-        self._running().history.note_outcome(assignment_of(trainer), None if heat is None else vars(heat))
+        self._running().history.note_outcome(settings_of(trainer, **self._own_options), None if heat is None else vars(heat))
         report = self._running().write_report()  # if this fails, on_exception writes the report of the last exchange
         self._stop_profiling(report)
         self._to_log = report
@@ -165,7 +166,7 @@ class BubbleProfiler(ProfilerCallback):
         reason, report = error_text(exception), None
         try:
             if self._profiler is not None:  # otherwise training has not started
-                self._profiler.history.note_outcome(assignment_of(trainer))
+                self._profiler.history.note_outcome(settings_of(trainer, **self._own_options))
                 report = self._profiler.write_interrupted_report(reason)
         finally:
             self._stop_profiling(report)

@@ -26,8 +26,11 @@ _FITTED = 20_000
 """The largest number of rank-steps in a fit, which then takes a fraction of a second. The last ones are used."""
 
 
-def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -> RunInfo:
-    """Return the description of a run for its report; the default label is the strategy's name."""
+def describe_run(trainer: Trainer, module: LightningModule, label: str | None, **own_options: Any) -> RunInfo:
+    """Return the description of a run for its report; the default label is the strategy's name.
+
+    ``own_options`` are those of the profiler, as in :func:`settings_of`.
+    """
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     device = trainer.strategy.root_device
     return RunInfo(
@@ -38,21 +41,48 @@ def describe_run(trainer: Trainer, module: LightningModule, label: str | None) -
         world_size=trainer.world_size,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
-        assignment=assignment_of(trainer),
-        overlap=_overlap(trainer.strategy),
         num_workers=getattr(trainer.train_dataloader, "num_workers", None),
         sharded_tables=_has_sharded_tables(trainer, module),
+        **settings_of(trainer, **own_options),
     )
 
 
-def assignment_of(trainer: Trainer) -> str | None:
-    """Return how the current plan assigns samples to the ranks; None if unknown."""
-    sampler, train = getattr(trainer.train_dataloader, "sampler", None), map_style_data(trainer)
-    if not isinstance(sampler, BalancedSampler):
+def settings_of(trainer: Trainer, **own_options: Any) -> dict[str, Any]:
+    """Return the fields of :class:`RunInfo` that training may change; ``own_options`` are those of the profiler."""
+    strategy: Any = trainer.strategy
+    autopilot, train = getattr(strategy, "autopilot", None), map_style_data(trainer)
+    kept, rejected = ({}, {}) if autopilot is None else (autopilot.kept, autopilot.rejected)
+    if train is not None and train.keeps_equal_counts:
+        rejected = {**rejected, "assignment_mode": ["slack"]}
+    options = {name: getattr(strategy, name, None) for name in ("split_backward", "target_bubble_reduction", "wire")}
+    options |= {"micro_batches": _micro_batches(trainer), **own_options}
+    if "split_backward" in kept:
+        options["split_backward"] = kept["split_backward"]
+    if train is not None:
+        options["lengths"] = own_options.get("lengths") or train.lengths is not None
+        options["batch_tokens"] = None if train.budget is None else train.budget.per_rank
+        fits = train.calibrates and trainer.world_size > 1 and getattr(strategy, "weighs_loss", False)
+        options["cost"] = "auto" if fits else None
+    in_force = {name: value for name, value in options.items() if value and value != "float32"}
+    return {"assignment": _assignment(trainer), "overlap": _overlap(strategy), "options": in_force, "rejected": rejected}
+
+
+def _micro_batches(trainer: Trainer) -> str | int | None:
+    schedule = getattr(getattr(trainer.train_dataloader, "sampler", None), "micro_batches", None)
+    if schedule is None or schedule.candidates == [1]:
         return None
+    return "auto" if schedule.auto else int(schedule.candidates[0])
+
+
+def _assignment(trainer: Trainer) -> str | None:
+    """Return how the current plan assigns samples to the ranks; None if unknown."""
+    sampler, data = getattr(trainer.train_dataloader, "sampler", None), getattr(trainer, "datamodule", None)
+    planned = getattr(getattr(data, "train", None), "assignment_mode", None)
+    if not isinstance(sampler, BalancedSampler):
+        return planned  # of a stream
     if not sampler.balance_steps:
         return "as drawn"
-    return str(sampler.options.get("assignment_mode", "fixed")) if train is None else train.assignment_mode
+    return str(sampler.options.get("assignment_mode", "fixed")) if planned is None else planned
 
 
 def _overlap(strategy: Any) -> str | None:

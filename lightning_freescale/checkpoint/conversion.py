@@ -89,7 +89,6 @@ def opened(path: Any, *, together: bool) -> Opened:
 
 
 def _refuse(path: Location, reasons: list[str]) -> None:
-    """Raise an error if a rank has a reason not to load a checkpoint."""
     if set(reasons) == {_MISSING}:
         raise FileNotFoundError(f"the checkpoint {path} does not exist")
     found = {reason: rank for rank, reason in reversed(list(enumerate(reasons))) if reason}

@@ -94,7 +94,6 @@ class HeldFiles(FileSystem):
 
 
 def close(files: dict[str, int]) -> None:
-    """Close open files."""
     for file in files.values():
         os.close(file)
     files.clear()

@@ -36,13 +36,11 @@ class SummedFile:
         self._file, self._bytes, self._crc32 = file, 0, 0
 
     def write(self, data: Any) -> int:
-        """Write the data to the file."""
         self._bytes += len(data)
         self._crc32 = zlib.crc32(data, self._crc32)
         return int(self._file.write(data))
 
     def sums(self) -> dict[str, int]:
-        """Return the number of bytes written and their checksum."""
         return {"bytes": self._bytes, "crc32": self._crc32}
 
     def __getattr__(self, name: str) -> Any:

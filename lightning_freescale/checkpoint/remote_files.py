@@ -38,13 +38,11 @@ def located(path: Any) -> Location:
 
 
 def exists(path: Location) -> bool:
-    """Return whether there is a file or folder."""
     system, place = _found(path)
     return bool(system.exists(place))
 
 
 def size_of(path: Location) -> int:
-    """Return the number of bytes of a file."""
     system, place = _found(path)
     return int(system.size(place))
 
@@ -66,7 +64,6 @@ def _replacing(address: str) -> Iterator[Any]:
 
 
 def files_of(path: Location) -> HeldFiles:
-    """Open a checkpoint to read it."""
     return HeldFiles(path) if isinstance(path, Path) else _CopiedFiles(path)
 
 
@@ -79,7 +76,6 @@ def others_beside(path: Any) -> list[str]:
 
 
 def names_in(folder: Location) -> set[str]:
-    """Return the names of the files and folders in a folder."""
     if isinstance(folder, Path):
         return {each.name for each in folder.glob("*")}
     system, place = _found(folder)
@@ -87,7 +83,6 @@ def names_in(folder: Location) -> set[str]:
 
 
 def within(folder: Location, name: str) -> Location:
-    """Return the path of a file in a folder."""
     return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
 
 

@@ -53,7 +53,6 @@ class Piece:
 
     @classmethod
     def from_numbers(cls, values: tuple[Any, ...]) -> Piece:
-        """Return the piece for a result of :meth:`as_numbers`."""
         key, shape, dtype, place, order = values
         return cls(key, shape, dtype, tuple(slice(*each) for each in place), order and RowOrder(*order))
 
@@ -149,7 +148,6 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def placeholder(cls, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Return a placeholder for a tensor."""
         # torch.empty would fill the memory if deterministic algorithms are enabled
         storage = torch.UntypedStorage(prod(shape) * dtype.itemsize)
         untouched = torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]

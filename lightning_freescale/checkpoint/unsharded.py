@@ -76,7 +76,8 @@ def loaded_module_state(
     states = [
         (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
     ]
-    held = {name: value for names, value in states for name in names}
+    dense = {table.key for collection, _ in tables.modules for table in collection.data_parallel}
+    held = {name: value for names, value in states if names[0] not in dense for name in names}
     return loaded_state(module, tables, tables.shards(), whole, held, strict)
 
 

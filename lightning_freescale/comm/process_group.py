@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lightning_freescale.comm.collectives.auto_transport import settle_transport
 from lightning_freescale.comm.collectives.eager_exchange import exchange_with_sizes
-from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor
+from lightning_freescale.comm.collectives.executor import BuffersForRanks, CollectiveExecutor, TransferWork
 from lightning_freescale.comm.collectives.native import NativeBackends
-from lightning_freescale.comm.collectives.work import TransferWork
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.host import HostTransport
 from lightning_freescale.comm.transports.selection import auto_candidates
@@ -145,7 +144,8 @@ class ProcessGroupFreeScale(dist.ProcessGroup):
         """Gather a tensor of every rank in one tensor, as ``dist.all_gather_into_tensor`` does."""
         if self._is_native(input):
             return self._native("_allgather_base", output, input, opts)
-        outgoing, incoming = partial(RankBuffers.from_repeated, input), partial(RankBuffers.from_tensor, "output", output, None)
+        outgoing = partial(RankBuffers.from_tensors, "input", [input] * self.size())
+        incoming = partial(RankBuffers.from_tensor, "output", output, None)
         return self._collective("all_gather_single", outgoing, incoming, [output], opts)
 
     def _all_reduce(self, tensors: Any, opts: Any = None, *args: Any, **kwargs: Any) -> dist.Work:

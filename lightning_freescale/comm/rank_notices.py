@@ -28,7 +28,7 @@ import torch.distributed as dist
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text, sendable, whole_text
 from lightning_freescale._runtime.worker import resolve, start_daemon
-from lightning_freescale.comm.next_rank import NextRank
+from lightning_freescale.comm.transports.p2p import GlooP2P
 from lightning_freescale.comm.waits import WAITING, MainThread
 
 Point = tuple[int, int]
@@ -41,6 +41,9 @@ _AGREE_SECONDS = 0.05
 _TELL_SECONDS = 1.0
 _BLOCKED_SECONDS = 0.25
 _NEVER: Point = (2**62, 0)
+_FAREWELL = 0  # the tag
+_FAREWELL_SECONDS = 1.0
+_FOREVER = timedelta(days=3650)
 _OF_A_COLLECTIVE = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo/transport|"
     "Application timeout caused pair closure|NCCL|ncclUnhandled|has closed its connections"
@@ -284,7 +287,6 @@ class RankNotices:
                 self._lost = True
 
     def _interval(self) -> float:
-        """Return the seconds until the next look."""
         if self._stopping and not self._agreed.is_set():
             return _AGREE_SECONDS
         return _BLOCKED_SECONDS if self._another_failed() else POLL_SECONDS
@@ -302,6 +304,36 @@ class RankNotices:
             self._main.end_wait()
         if not self._answered and self._store.check(["report"]):
             self._answer(place_in_code(traceback.extract_stack(self._main.frame)))
+
+
+class NextRank:
+    """A thread that waits for the farewell of the next rank. The constructor is collective.
+
+    If the connection ends without a farewell, that process has ended. The thread then calls ``on_end`` with the rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, on_end: Callable[[int], None]) -> None:
+        self._ring = GlooP2P(store, rank, size, timeout, list(range(size)))
+        self._previous, self._next = (rank - 1) % size, (rank + 1) % size
+        self._is_closed = False
+        self._thread = start_daemon(partial(self._watch, on_end), "freescale watch")
+
+    def close(self, farewell: bool) -> None:
+        """Send a farewell to the previous rank if wanted, and end the thread and the connections."""
+        if farewell:
+            with suppress(RuntimeError):
+                work = self._ring.send(torch.empty(1), self._previous, _FAREWELL)
+                work.wait(timedelta(seconds=_FAREWELL_SECONDS))
+        self._is_closed = True
+        self._ring.close_connections()
+        self._thread.join(_FAREWELL_SECONDS)
+
+    def _watch(self, on_end: Callable[[int], None]) -> None:
+        try:
+            self._ring.receive(torch.empty(1), self._next, _FAREWELL).wait(_FOREVER)
+        except RuntimeError:
+            if not self._is_closed:
+                on_end(self._next)
 
 
 def notices_of_ranks(timeout: timedelta | None) -> RankNotices | None:

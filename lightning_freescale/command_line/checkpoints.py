@@ -26,7 +26,6 @@ _DESCRIPTIONS = {
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exit with status 2 and a message on errors."""
     parser = _new_parser(command)
     options = parser.parse_args(arguments)
     sources = [options.old, options.new] if command == "changes" else [options.checkpoint]

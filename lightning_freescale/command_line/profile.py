@@ -36,7 +36,6 @@ _COUNTS = {
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exit with status 2 and a message on errors."""
     parser = _new_parser(command)
     options = parser.parse_args(arguments)
     if options.command is None:

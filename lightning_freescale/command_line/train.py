@@ -16,7 +16,6 @@ from lightning_freescale._lightning.loops import LightningDataModule, LightningM
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run the command; exit with status 2 and a message on errors."""
     try:
         from jsonargparse import ActionConfigFile
     except ImportError as error:

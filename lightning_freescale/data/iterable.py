@@ -40,7 +40,8 @@ class IterableData:
                 "padding='auto', or a map-style data set"
             )
         refuse_options(context, options, "max_tokens_per_rank", "tokens")
-        mode = self.assignment_mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
+        mode = "fixed" if options.assignment_mode == "auto" else options.assignment_mode
+        self.assignment_mode = mode if given.balances else "as drawn"
         self._make_loader = partial(
             BalancedStreamLoader,
             dataset,

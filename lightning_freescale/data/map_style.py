@@ -106,9 +106,9 @@ class MapStyleData:
         return str(changed.get("assignment_mode", self._mode))
 
     @property
-    def padding_is_known(self) -> bool:
-        """Whether the padding of batches, including its length, is known."""
-        return self.padding in ("none", "batch") or self.padded_length is not None
+    def keeps_equal_counts(self) -> bool:
+        """Whether ``assignment_mode="auto"`` has chosen equal numbers of samples, because unequal ones do not help."""
+        return self.counts_are_settled and self._chooses_counts and self.assignment_mode == "fixed"
 
     @property
     def plans_padding(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Literal
@@ -127,44 +127,23 @@ def _has_padding(rows: NDArray[Any], lengths: NDArray[np.int64]) -> bool:
     return False
 
 
-class PaddingDetector:
-    """Detects from the first batches how the model pads histories.
+def sees_padding(batches: list[BatchShapes]) -> bool:
+    """Return whether any batch has padded samples."""
+    return any(kind == "padded" for shapes in batches for _, kind, _ in shapes.tensors)
 
-    The detector looks for a tensor whose shape is explained by the lengths in every observed batch. Equal lengths, coincidences
-    in a single batch and shapes that are independent of the lengths leave :attr:`padding` at None.
+
+def detect_padding(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
+    """Return how the model pads histories, from the first batches of all ranks, and the common length of all batches.
+
+    The function looks for a tensor whose shape is explained by the lengths in every batch. For equal lengths, coincidences in a
+    single batch and shapes that are independent of the lengths, the kind is None. Empty batches are ignored.
+
+    - ``"none"``: The values of all samples are concatenated.
+    - ``"batch"``: Samples are padded to the longest sample of the batch, or to the next multiple of a power of two.
+    - ``"fixed"``: Samples are padded to the same length in all batches, or truncated to this length in every batch. Only then
+      the length is not None.
     """
-
-    def __init__(self) -> None:
-        self._batches: list[BatchShapes] = []
-        self._verdict: tuple[Padding | None, int | None] = (None, None)
-
-    def observe(self, batches: Sequence[BatchShapes]) -> None:
-        """Observe the batches of all ranks and micro-batches of a step, in any order. Empty batches are ignored."""
-        self._batches += [shapes for shapes in batches if shapes.samples]
-        self._verdict = _decide(self._batches)
-
-    @property
-    def padding(self) -> Padding | None:
-        """The kind of padding; None until it is detected.
-
-        - ``"none"``: The values of all samples are concatenated.
-        - ``"batch"``: Samples are padded to the longest sample of the batch, or to the next multiple of a power of two.
-        - ``"fixed"``: Samples are padded to the same length in all batches, or truncated to this length in every batch.
-        """
-        return self._verdict[0]
-
-    @property
-    def sees_padding(self) -> bool:
-        """Whether any batch has padded samples."""
-        return any(kind == "padded" for shapes in self._batches for _, kind, _ in shapes.tensors)
-
-    @property
-    def padded_length(self) -> int | None:
-        """The common length of all batches; None unless :attr:`padding` is ``"fixed"``."""
-        return self._verdict[1]
-
-
-def _decide(batches: list[BatchShapes]) -> tuple[Padding | None, int | None]:
+    batches = [shapes for shapes in batches if shapes.samples]
     if not batches:
         return None, None
     by_place = [{place: (kind, shape) for place, kind, shape in shapes.tensors} for shapes in batches]

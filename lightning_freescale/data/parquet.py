@@ -25,8 +25,7 @@ class ParquetHistories:
 
     The interface is that of :class:`~lightning_freescale.data.Histories`, but values stay on disk. ``items[start:end]``,
     ``times[start:end]`` and ``user_ids[user]`` read the row group of a user; a slice must be within one history. The row groups
-    used last stay in memory. The constructor reads the lists of items, because Parquet does not store the
-    lengths of lists.
+    used last stay in memory. The constructor reads the lists of items, because Parquet does not store the lengths of lists.
 
     Args:
         source: a Parquet file, a pattern such as ``"histories/*.parquet"``, or several of these. Users are numbered by row, in

@@ -65,6 +65,7 @@ class Collection:
     embedding: bool = False  # whether it is an nn.Embedding, see plain_embedding
     weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
     ties: tuple[str, ...] = ()  # modules that share the weight of the nn.Embedding, such as an output layer
+    data_parallel: tuple[Table, ...] = ()  # other tables of the module, which are dense parameters, see data_parallel
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
@@ -84,9 +85,17 @@ class Collection:
                 holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``module``, which is at ``path``, by name in the whole module's state dict."""
-        prefix = f"{self.path}." if self.path else ""
-        return {prefix + name: weight for name, weight in module.named_parameters(remove_duplicate=False)}
+        """Return the parameters of ``module``, which is at ``path``, by name in the whole module's state dict.
+
+        Data-parallel tables are not included.
+        """
+        prefix, dense = f"{self.path}." if self.path else "", {table.key for table in self.data_parallel}
+        found = {prefix + name: weight for name, weight in module.named_parameters(remove_duplicate=False)}
+        return {key: weight for key, weight in found.items() if key not in dense}
+
+    def holder(self, module: nn.Module, table: Table) -> Any:
+        """Return the module with the weight of a table in ``module``, which is at ``path``."""
+        return module.get_submodule(table.key.removesuffix(".weight").removeprefix(self.path).removeprefix("."))
 
 
 def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list[tuple[Collection, Any]]:

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from lightning_freescale.embeddings.collections import Collection, Table
 from lightning_freescale.embeddings.optimizer import TableOptimizer
 
+_WITH_VARIABLE_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
 _UNBOUNDED = torch.iinfo(torch.int64).max
 
 
@@ -60,6 +63,8 @@ class LookupChecks:
         self._tables = {feature: table for table in collection.tables for feature in table.features}
         self._limits: dict[tuple[str, ...], Tensor] = {}
         self._stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
+        kinds = {o.fused_class for o in optimizers.values()}
+        self._fixed = sorted(k.__name__ for k in kinds if optimizer_type_to_emb_opt_type(k) not in _WITH_VARIABLE_BATCHES)
         self.lookups = 0  # lookups with gradients in this step
         self._warned = False
 
@@ -67,8 +72,15 @@ class LookupChecks:
         """Check a lookup before it runs."""
         if not self.enabled:
             return
+        features = args[0] if args else kwargs.get("features")
+        if self._fixed and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+            raise ValueError(
+                f"collection {self._path!r}: TorchRec's exchange does not support features with variable batch sizes "
+                f"(stride_per_key_per_rank) for tables with {', '.join(self._fixed)}. Use SGD, RowWiseAdagrad or Adam for "
+                "these tables, or FreeScaleStrategy(overlap=True)."
+            )
         if self.ids:
-            self.check_ids(args[0] if args else kwargs.get("features"))
+            self.check_ids(features)
         self.lookups += torch.is_grad_enabled()
         if self.lookups > 1 and self._stateful and not self._warned:
             self._warned = True

@@ -28,7 +28,7 @@ class ParameterGroups:
         self.step, self.updates = 0, sharding.updates  # numbers of optimizer steps, and of updates of each table by its key
         self.tables = frozenset(sharding.parameters)
         self.in_backward = frozenset(sharding.in_backward)  # keys of the tables with an optimizer applied in backward
-        self.optimizers = dict(sharding.in_backward)  # of each table while it is not frozen, by its key, if it has one
+        self.optimizers = dict(sharding.in_backward)  # of the tables that have one and are not frozen, by key
         self._optimizer = optimizer
         self._device, self._sparse_adam = sharding.device, sharding.sparse_adam
         self._stuck: dict[str, str] = {}  # the reason why a frozen table cannot be unfrozen

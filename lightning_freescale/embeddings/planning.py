@@ -24,6 +24,7 @@ from lightning_freescale.embeddings.shards import shards_of
 
 _TRAINED = (DataType.FP32, DataType.FP16, DataType.BF16)
 _FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
+_OF_SEQUENCES = ("row_wise", "table_wise", "column_wise", "data_parallel")  # TorchRec's types for an EmbeddingCollection
 
 
 def memory_for_tables(root: nn.Module, tables: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> int | None:
@@ -106,37 +107,32 @@ def check_tables(collection: Collection, overlap: bool, device: torch.device) ->
 
 
 def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan with the kernels' widths; shards with a part of the columns do not change."""
+    """Return a plan with the kernels' widths and fused kernels; shards with a part of the columns do not change.
+
+    TorchRec's functions, such as ``row_wise()``, write "dense" for tables without an optimizer. Some cannot write "fused".
+    """
     padded = {}
     for table in collection.tables:
         padded[table.name] = each = copy.deepcopy(plan[table.name])
+        if each.compute_kernel == "dense":
+            each.compute_kernel = "fused"
         for shard in each.sharding_spec.shards if table.dim != table.kernel_dim and each.sharding_spec is not None else ():
             if shard.shard_sizes[1] == table.dim:
                 shard.shard_sizes[1] = table.kernel_dim
     return padded
 
 
-def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer]) -> None:
-    """Raise a ValueError if tables that are sharded by a plan cannot be trained and saved like unsharded tables."""
+def check_plan(
+    collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer], overlap: bool = False
+) -> None:
+    """Raise a ValueError if tables that are sharded by a plan cannot be trained and saved like unsharded tables.
+
+    If ``overlap``, the overlap engine will run.
+    """
     for table in collection.tables:
-        kind, kernel = plan[table.name].sharding_type, plan[table.name].compute_kernel
+        kind = plan[table.name].sharding_type
         optimizer = optimizers[table.key].fused_class.__name__
-        given = f"the sharding plan gives table {table.name!r}"
-        both = f"{given} sharding_type={kind!r} and compute_kernel={kernel!r}"
-        if collection.managed and kind != "row_wise":
-            raise ValueError(
-                f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions only row-wise. Use "
-                "row_wise."
-            )
-        if collection.managed and kernel == "fused_uvm_caching":
-            raise ValueError(
-                f"{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. "
-                'Use "fused" or "fused_uvm".'
-            )
-        if kernel not in _FUSED or kind == "data_parallel":
-            raise ValueError(
-                f'{both}, but fused kernels update the tables. Use compute_kernel="fused" and a type other than data_parallel.'
-            )
+        _check_options(collection, table, plan[table.name], overlap)
         rowwise = "rowwise" in optimizer.lower()
         if ("column" in kind or "grid" in kind) and rowwise:
             raise ValueError(
@@ -154,6 +150,36 @@ def check_plan(collection: Collection, plan: Mapping[str, Any], optimizers: Mapp
                 f"the sharding plan splits the columns of table {table.name!r} into shards of {widths} columns. Use one width "
                 "that is a multiple of 4."
             )
+
+
+def _check_options(collection: Collection, table: Table, planned: Any, overlap: bool) -> None:
+    kind, kernel, output = planned.sharding_type, planned.compute_kernel, planned.output_dtype
+    given = f"the sharding plan gives table {table.name!r} of embedding collection {collection.path!r}"
+    if collection.managed and kind != "row_wise":
+        raise ValueError(
+            f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions only row-wise. Use row_wise."
+        )
+    if not collection.pooled and kind not in _OF_SEQUENCES:
+        raise ValueError(
+            f"{given} sharding_type={kind!r}, but TorchRec shards tables of an EmbeddingCollection only {_OF_SEQUENCES}. Use "
+            "one of these types."
+        )
+    if collection.managed and kernel == "fused_uvm_caching":
+        raise ValueError(
+            f'{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. Use "fused" or "fused_uvm".'
+        )
+    if kind == "data_parallel":
+        raise ValueError(
+            f"the planner gives table {table.name!r} of embedding collection {collection.path!r} sharding_type={kind!r}, but "
+            "only a finished plan can do so. Pass the planner's plan, plan=planner.plan(module, sharders)."
+        )
+    if kernel not in _FUSED:
+        raise ValueError(f"{given} compute_kernel={kernel!r}, but fused kernels update the tables. Use one of {_FUSED}.")
+    if overlap and not collection.managed and output not in (None, DataType.FP32):
+        raise ValueError(
+            f"{given} output_dtype={output.name}, but an overlapped exchange returns FP32. Convert the results in the module, "
+            'or use FreeScaleStrategy(overlap="torchrec"). For 16-bit messages, use FreeScaleStrategy(wire=...).'
+        )
 
 
 def _types(table: Table, collection: Collection, world_size: int) -> list[str]:

@@ -18,6 +18,7 @@ from torchrec import KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere
+from lightning_freescale.embeddings.data_parallel import add_data_parallel, share_data_parallel
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
 from lightning_freescale.embeddings.managed_collision import patch_sharded
@@ -87,6 +88,7 @@ class TableSharding:
         self.parameters: dict[str, nn.Parameter] = {}  # on the meta device, by key; also those in which TorchRec stores ids
         self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups and their earlier parameters
         for place in self._places:
+            share_data_parallel(place.collection, place.original, place.current)
             self.parameters |= place.collection.parameters(place.current)
             self._read_tables(place)
             place.collection.put(root, place.original, place.current)
@@ -211,7 +213,7 @@ class TableSharding:
             )
         chosen = {table.key: optimizers[table.key] for table in collection.tables}
         tables = padded_plan(collection, tables)
-        check_plan(collection, tables, chosen)
+        check_plan(collection, tables, chosen, self._overlap)
         orders = row_orders(collection, tables, env.world_size)
         planned = dict(blueprint.named_parameters(remove_duplicate=False))
         for table in collection.tables:
@@ -241,6 +243,7 @@ class TableSharding:
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:
             module.register_forward_hook(partial(_order_columns, blueprint._embedding_names))
+        add_data_parallel(collection, place.original, module)
         return module
 
 

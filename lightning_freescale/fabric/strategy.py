@@ -126,7 +126,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
     @override
     def module_to_device(self, module: nn.Module) -> None:
         with speaking_of_fabric():
-            found = collections_of(module, self.shard)
+            found = collections_of(module, self.shard, self.plan)
         if not found or module is self._module:  # otherwise, the set-up moves the dense parameters
             super().module_to_device(module)
 
@@ -269,7 +269,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     def _find(self, module: nn.Module) -> list[tuple[Collection, Any]]:
         with speaking_of_fabric():
-            found = collections_of(module, self.shard, warn=True, advise=_NAME)
+            found = collections_of(module, self.shard, self.plan, warn=True, advise=_NAME)
         if found:
             refuse_module(module, found, self, self.tables)
         return found

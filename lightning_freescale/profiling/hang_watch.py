@@ -313,12 +313,10 @@ class SignalPipe:
         return content.strip(b"\0") != b""
 
     def wake(self) -> None:
-        """Wake the thread that waits."""
         with suppress(BlockingIOError):  # a full pipe wakes it anyway
             os.write(self._writes, b"\0")
 
     def release(self) -> None:
-        """Stop handling the signal."""
         if self._signal is not None:
             number, self._signal = self._signal, None
             later = signal.getsignal(number)

@@ -16,7 +16,7 @@ from lightning_freescale.balance import BalanceReport, StepBalance, advise, pred
 from lightning_freescale.balance.micro_batches import MicroBatches
 from lightning_freescale.balance.report import BalanceSums
 from lightning_freescale.data.map_style import MapStyleData, map_style_data
-from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shapes_of
+from lightning_freescale.data.padding import BatchShapes, detect_padding, sees_padding, shapes_of
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 _MOST_STEPS = 12  # steps after which batches without a sign of padding count as jagged
@@ -40,7 +40,7 @@ class BalanceMonitor:
         self._logged_step, self._step = -1, 0
         self._padding = None
         self._train = train = map_style_data(trainer)
-        if train is not None and train.lengths is not None and not train.padding_is_known:
+        if train is not None and train.lengths is not None and train.padding in ("auto", "fixed") and not train.padded_length:
             self._padding = PaddingWatch(train, self._gather)
 
     @property
@@ -156,7 +156,7 @@ class PaddingWatch:
     def __init__(self, train: MapStyleData, gather: Callable[[Any], list[Any]]) -> None:
         self._train, self._gather = train, gather
         self._given_fixed = train.padding == "fixed"  # only the length is unknown
-        self._detector = PaddingDetector()
+        self._batches: list[BatchShapes] = []  # of all ranks and micro-batches
         self._steps, self._sorted, self._sorted_seen = 0, False, False
 
     def observe(self, sampler: Any, step: int, batch: Any) -> bool:
@@ -171,11 +171,11 @@ class PaddingWatch:
         parts = zip(batch.batches, samples.batches) if several else [(batch, samples)]
         mine = [astuple(shapes_of(part, np.rint(lengths[np.array(indices)]).astype(np.int64))) for part, indices in parts]
         everyone = self._gather((mine, sampler.handed_out))
-        self._detector.observe([BatchShapes(*shapes) for of_rank, _ in everyone for shapes in of_rank])
+        self._batches += [BatchShapes(*shapes) for of_rank, _ in everyone for shapes in of_rank]
         self._steps += 1
-        padding, ended = self._detector.padding, self._steps >= _MOST_STEPS
+        (padding, length), ended = detect_padding(self._batches), self._steps >= _MOST_STEPS
         self._sorted_seen |= self._sorted and sampler.is_padded(sampler.epoch, step)
-        unclear = padding == "fixed" or (padding is None and self._detector.sees_padding and self._steps >= _UNDECIDED_STEPS)
+        unclear = padding == "fixed" or (padding is None and self._steps >= _UNDECIDED_STEPS and sees_padding(self._batches))
         if unclear and not self._sorted_seen and self._train.may_pad:
             padding = None
         epoch, last = max(handed_out for _, handed_out in everyone)
@@ -198,9 +198,9 @@ class PaddingWatch:
         self._train.padding = padding or "none"
         if padding != "batch" and padding != "fixed" and (choice := self._train.settle_counts(*following)) is not None:
             rank_zero_info(f"strategy 'freescale': {choice}")
-        if padding == "fixed":
-            self._train.padded_length = self._detector.padded_length
-            self._log_fixed(sampler)
+        if padding == "fixed" and length is not None:
+            self._train.padded_length = length
+            self._log_fixed(sampler, length)
         return True
 
     def _plan_for_padding(self, sampler: Any, first: tuple[int, int]) -> None:
@@ -223,9 +223,8 @@ class PaddingWatch:
                 "'batch') to start at the first step, or padding='none' to ignore padding"
             )
 
-    def _log_fixed(self, sampler: Any) -> None:
-        length, lengths = self._detector.padded_length, self._train.lengths
-        assert length is not None
+    def _log_fixed(self, sampler: Any, length: int) -> None:
+        lengths = self._train.lengths
         assert lengths is not None
         cut = np.minimum(lengths, length)
         text = (

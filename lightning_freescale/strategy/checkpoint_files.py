@@ -125,7 +125,6 @@ class CheckpointFiles:
             thread.stop(timeout=0)
 
     def tear_down(self) -> None:
-        """End the thread and destroy the process group."""
         self._thread.stop()
         group, self._group = self._group, None
         if group is not None:

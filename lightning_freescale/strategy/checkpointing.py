@@ -132,7 +132,6 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, see :meth:`.CheckpointFiles.read`."""
         if weights_only is None:
             weights_only = self.files.weights_only
         if not has_plugin(self.checkpoint_io):

@@ -28,7 +28,6 @@ class TrainerDDP(DDPBase):
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer of the current run."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 

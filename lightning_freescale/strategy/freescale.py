@@ -156,7 +156,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
                 refuse_unsupported(trainer)
         except ValueError as error:
             try:
-                found = collections_of(self.lightning_module, self.shard)
+                found = collections_of(self.lightning_module, self.shard, self.plan)
             except ValueError:
                 return  # configure_model may create the tables; the set-up checks again
             if found:  # a module without collections trains as with "ddp"
@@ -180,7 +180,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         self._hides_nothing = ""
         if fitting or (self.groups is not None and self.groups.root is not module):
             self.groups = None  # otherwise a checkpoint after validate or test is still one of the previous fit
-        found = collections_of(module, self.shard, warn=True, advise="FreeScaleStrategy" if fitting else "")
+        found = collections_of(module, self.shard, self.plan, warn=True, advise="FreeScaleStrategy" if fitting else "")
         self._finds_collections = bool(found)
         if not found:
             self._hides_nothing = "the module has no embedding collection whose exchange they would hide"
@@ -266,7 +266,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         found = self._finds_collections
-        return bool(collections_of(self.lightning_module, self.shard)) if found is None else found
+        return bool(collections_of(self.lightning_module, self.shard, self.plan)) if found is None else found
 
     @contextmanager
     @override

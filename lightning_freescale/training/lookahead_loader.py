@@ -23,7 +23,7 @@ _CHECKED_FETCHES = 3
 
 
 ENDED, UNKNOWN = object(), object()
-"""The next batch if none follows in this iteration, and if it is not yet known whether one does."""
+"""Stand for the next batch if none follows in this iteration, and if it is not yet known whether one does."""
 
 
 class LookaheadLoader(LoaderWrapper):

@@ -85,10 +85,11 @@ class TableStrategy:
             f"rerank_every_n_steps={rerank_every_n_steps!r}": (rerank_every_n_steps != 200, ours or cold),
             f"wire={wire!r}": (wire != "float32", ours),
         }
-        for text in (text for text, (is_given, useless) in given.items() if is_given and useless):
-            raise ValueError(
-                f"FreeScaleStrategy({text}): {given[text][1]}, so the option has no effect. Remove one of the two options"
-            )
+        for text, (is_given, useless) in given.items():
+            if is_given and useless:
+                raise ValueError(
+                    f"FreeScaleStrategy({text}): {useless}, so the option has no effect. Remove one of the two options"
+                )
         if hot_rows != "auto" or rerank_every_n_steps != 200 or wire != "float32":
             from lightning_freescale.embeddings.overlap.hot_rows import check_hot_rows
             from lightning_freescale.embeddings.overlap.row_codec import wire_types
@@ -162,11 +163,20 @@ class TableStrategy:
 
 
 def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
-    """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take."""
+    """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take.
+
+    Raise a ValueError for an option that would average the dense part over other ranks than those that share the tables.
+    """
     takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
     names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
     names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
     for option in given:
+        if option in ("process_group", "device_mesh"):
+            raise ValueError(
+                f"{strategy.__name__}({option}=...): the dense part would be averaged over these ranks only, but all ranks "
+                "share the embedding tables. Groups with tables of their own (TorchRec's DMPCollection) are not supported. "
+                "Remove the option"
+            )
         if option not in names:
             near = get_close_matches(option, names, n=1)
             hint = f"Did you mean {near[0]}=?" if near else "See its docstring and that of DistributedDataParallel"
@@ -190,8 +200,10 @@ def refuse_ddp_options(start_method: str, model_averaging_period: int | None = N
 # -- steps of the set-up, in their order
 
 
-def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, advise: str = "") -> Found:
+def collections_of(module: nn.Module | None, shard: Shard, plan: Any = None, warn: bool = False, advise: str = "") -> Found:
     """Return the embedding collections of a module, see :func:`.find_collections`; none if TorchRec is not installed.
+
+    Tables that ``plan`` makes data-parallel are not included.
 
     With ``warn``, warn about collections that cannot be sharded, and log if there are none. ``advise`` is the name of the
     strategy in messages about large ``nn.Embedding`` modules that it shards or could shard, or empty for no messages.
@@ -199,6 +211,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
     found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
         from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+        from lightning_freescale.embeddings.data_parallel import without_data_parallel
         from lightning_freescale.embeddings.plain_embedding import choose_embeddings
 
         choice = choose_embeddings(module, shard)
@@ -207,6 +220,7 @@ def collections_of(module: nn.Module | None, shard: Shard, warn: bool = False, a
             rank_zero_warn(f"embedding collection {path!r} has a type that cannot be sharded. It is replicated as with 'ddp'")
         if advise:
             _log_embeddings(choice, shard, found, advise)
+        found = without_data_parallel(found, plan)
     if warn and not found:
         rank_zero_info("strategy 'freescale': the module has no embedding collection to shard. It trains as with 'ddp'")
     return found

@@ -34,10 +34,9 @@ class TableStep:
         step.step_done()                               # after optimizer.step()
 
     A batch of several micro-batches is one ``start_batch``, and a forward and a backward for each micro-batch. Outside of
-    training, only :meth:`writing` and the engine are used, and ``groups`` is None. ``engine`` is None if
-    TorchRec exchanges rows, and ``lookahead`` if no exchange is overlapped. With ``split_backward``, which may change between
-    steps, backward computes the gradients of the dense weights last; with ``split_windows``, those of all micro-batches of a
-    step.
+    training, only :meth:`writing` and the engine are used, and ``groups`` is None. ``engine`` is None if TorchRec exchanges
+    rows, and ``lookahead`` if no exchange is overlapped. With ``split_backward``, which may change between steps, backward
+    computes the gradients of the dense weights last; with ``split_windows``, those of all micro-batches of a step.
     """
 
     def __init__(

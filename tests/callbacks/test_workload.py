@@ -22,6 +22,7 @@ from lightning_freescale.callbacks import workload as module
 from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, samples_in, work_of_step
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
+from lightning_freescale.profiling.reporting.document import RunInfo
 from lightning_freescale.testing import run_distributed
 from tests.checkpoint.fits import Stream
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
@@ -38,9 +39,11 @@ class Recorder(L.Callback):
         self.refit, self.recorded = refit, []
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.run = describe_run(trainer, module, None)
         for model in self.refit:
             trainer.datamodule.train.refits[1] = Refit(model, 1e5)  # as if the first epoch led to it
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.run = describe_run(trainer, module, None, torch_profiler_steps=3)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         sampler: Any = trainer.train_dataloader.sampler
@@ -83,7 +86,7 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
         for name, loader in loaders.items():
             recorder = Recorder(*refits.get(name, ()))
             trainer(devices=2, max_epochs=2, callbacks=[recorder]).fit(Recommender(), loader())
-            found[name] = recorder.recorded
+            found[name], found[f"run of {name}"] = recorder.recorded, recorder.run
         for overlap in (True, False):
             recorder, strategy = Recorder(), FreeScaleStrategy(shard=["plain"], overlap=overlap)
             small = FreeScaleDataModule(Samples(16), Samples(16).lengths, 4, collate_fn=collate)
@@ -92,6 +95,14 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
         return found
 
     ranks = run_distributed(run, 2)
+    assignments = {"lengths": "free", "costs": "free", "stream": "free", "balanced": "slack", "as drawn": "as drawn"}
+    assert {name: ranks[1][f"run of {name}"].assignment for name in loaders} == assignments
+    runs = {name: run for name, run in ranks[0].items() if isinstance(run, RunInfo)}
+    fitted = ["run of lengths", "run of balanced", "on", "off"]
+    for name, run in runs.items():
+        known = {"lengths": True} if name not in ("run of costs", "run of stream") else {}
+        assert run.options == {"torch_profiler_steps": 3, **known, **({"cost": "auto"} if name in fitted else {})}, name
+    assert not any(run.rejected for run in runs.values()), "unequal numbers help wherever they were compared"
     for name in ("lengths", "costs", "stream"):
         lengths, recorded = data.lengths.numpy(), [rank[name] for rank in ranks]
         for count, features, cost, samples, *_ in (step for of_rank in recorded for step in of_rank):

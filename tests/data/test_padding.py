@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_freescale.data.padding import BatchShapes, PaddingDetector, shapes_of
+from lightning_freescale.data.padding import BatchShapes, detect_padding, shapes_of
 
 Samples = list[Tensor]
 STEPS, RANKS = 6, 2
@@ -202,22 +202,16 @@ def observed(collate: Callable[[Samples], Any], seed: int = 0, **sizes: Any) -> 
 
 
 def verdict(steps: list[list[BatchShapes]]) -> tuple[Any, Any]:
-    detector = PaddingDetector()
-    for batches in steps:
-        detector.observe(batches)
-    return detector.padding, detector.padded_length
+    return detect_padding([shapes for batches in steps for shapes in batches])
 
 
 @pytest.mark.parametrize(("collate", "padding", "length"), CASES)
 def test_formats(collate: Callable[[Samples], Any], padding: str | None, length: int | None) -> None:
     for seed in (0, 1000, 2000):
         steps = observed(collate, seed)
-        detector = PaddingDetector()
-        for batches in steps:
-            assert detector.padding in (None, padding), "a verdict before the last step is no other one"
-            detector.observe(batches)
-        assert (detector.padding, detector.padded_length) == (padding, length)
-        assert verdict([batches[::-1] for batches in steps]) == verdict(steps[::-1]) == (padding, length)
+        for until in range(STEPS):
+            assert verdict(steps[:until])[0] in (None, padding), "a verdict before the last step is no other one"
+        assert verdict(steps) == verdict([batches[::-1] for batches in steps]) == verdict(steps[::-1]) == (padding, length)
 
 
 @pytest.mark.parametrize("collate", [padded, keyed, torch.cat, lambda s: s, lambda s: fixed(s, 12)])
@@ -229,12 +223,9 @@ def test_equally_long_samples_tell_nothing(collate: Callable[[Samples], Any]) ->
 @pytest.mark.parametrize(("length", "found"), [(400, "fixed"), (128, None)])
 def test_samples_of_nearly_one_length_far_below_the_padded_length_tell(length: int, found: str | None) -> None:
     """Leave a length undecided if rounding to a multiple also explains it."""
-    detector = PaddingDetector()
-    for step in range(STEPS):
-        samples = draw(step, shortest=60, longest=62)
-        lengths = np.array([len(each) for each in samples])
-        detector.observe([shapes_of({"items": fixed(samples, length), "label": torch.zeros(len(samples), 300)}, lengths)])
-    assert (detector.padding, detector.padded_length) == (found, length if found else None)
+    drawn = [draw(step, shortest=60, longest=62) for step in range(STEPS)]
+    steps = [[shapes_of({"items": fixed(s, length), "label": torch.zeros(len(s), 300)}, lengths(s))] for s in drawn]
+    assert verdict(steps) == (found, length if found else None)
 
 
 def test_batches_of_one_sample() -> None:
@@ -257,13 +248,10 @@ def test_lengths_that_already_are_cut_leave_padded_batches_open() -> None:
 
 
 def test_a_shorter_batch_shows_that_a_fixed_length_was_the_cap() -> None:
-    detector = PaddingDetector()
-    for step in observed(lambda s: padded(cut(s, 20))):
-        detector.observe(step)
-    assert (detector.padding, detector.padded_length) == ("fixed", 20)
+    steps = observed(lambda s: padded(cut(s, 20)))
+    assert verdict(steps) == ("fixed", 20)
     short = [draw(seed, longest=15) for seed in (90, 91)]
-    detector.observe([shapes_of(padded(s), lengths(s)) for s in short])
-    assert (detector.padding, detector.padded_length) == ("batch", None)
+    assert verdict([*steps, [shapes_of(padded(s), lengths(s)) for s in short]]) == ("batch", None)
 
 
 def test_shapes_are_values_that_ranks_exchange() -> None:

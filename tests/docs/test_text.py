@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, PAGES, ROOT, without_code
+from lightning_freescale._version import SITE
+from lightning_freescale.profiling.reporting.verdict import LINKS
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, without_code
 
 sys.path.append(str(ROOT / "scripts"))
 
+import docs_callouts
 import figures
+import picture
 
 # -- links
 
@@ -54,6 +58,28 @@ def test_every_link_leads_somewhere() -> None:
     assert found == {}
     text = '[a](nowhere.md) [b](limits.md#nowhere) [c](#nowhere) [d](limits.md) `[e](code.md)` <img src="no.png">'
     assert _broken(DOCS / "index.md", text) == ["nowhere.md", "limits.md#nowhere", "#nowhere", "no.png"]
+
+
+def test_the_site_has_one_address_and_the_pages_that_verdicts_link_to() -> None:
+    config, project = ((ROOT / name).read_text() for name in ("mkdocs.yml", "pyproject.toml"))
+    assert re.findall(r"^site_url: (\S+)$", config, re.MULTILINE) == [SITE]
+    assert re.findall(r'^\[project.urls\]\nDocumentation = "(\S+)"$', project, re.MULTILINE) == [SITE]
+    assert "\nuse_directory_urls: false " in config, "page.md is page.html"
+    for link in LINKS.values():
+        page, _, anchor = link.removeprefix(SITE).partition(".html#")
+        assert anchor in _anchors(DOCS / f"{page}.md"), link
+    named = [path for path in (ROOT / "lightning_freescale").rglob("*.*") if path.suffix != ".pyc" and SITE in path.read_text()]
+    assert [path.name for path in named] == ["_version.py"]
+
+
+WIDTH = 100
+"""The characters that a wide screen shows beside the navigation. Output is as a program prints it."""
+
+
+def test_lines_of_code_fit_a_wide_screen() -> None:
+    shown = [(page.name, block) for page in PAGES for block in blocks(page) if block.language != "text"]
+    code = [(page, line) for page, block in shown for line in block.text.splitlines()]
+    assert [(page, line) for page, line in code if len(line) > WIDTH] == []
 
 
 # -- figures
@@ -151,17 +177,36 @@ def test_trends_show_earlier_runs_of_the_figures_in_tables(repository: Path) -> 
 
     _table(repository, "{speed_up:.2f}")
     shown = page()
-    assert "| speed_up | 2.178 |" in shown and "lost" not in shown
-    assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_mean | 0.5 | - |" in shown
+    assert "| speed_<wbr>up | 2.178 |" in shown and "lost" not in shown
+    assert "def5678, 2026-01-31, other processor |" in shown and "| heavy-1.1_<wbr>mean | 0.5 | - |" in shown
 
 
 def test_pages_have_no_hidden_text() -> None:
     assert [page.name for page in PAGES if "<!--" in without_code(page.read_text())] == []
 
 
+def test_the_pictures_show_the_results() -> None:
+    assert {path.name: path.read_text() for path in picture.IMAGES.iterdir()} == picture.pictures(), "run `make figures`"
+
+
 def test_the_pages_have_the_figures_of_the_results() -> None:
     checked = subprocess.run([sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, f"run `make figures`: {checked.stdout}{checked.stderr}"
+
+
+# -- callouts
+
+CHANGES = r"(?<!not )changes? (the )?results|gradient-identical|drops?( the)? targets|updates? only the rows"
+
+
+def test_callouts_mark_all_text_about_changed_results() -> None:
+    for page in PAGES:
+        if page.stem == "limits" or page.parent.stem in ("benchmarks", "design"):  # lists of cases, and records
+            continue
+        shown = docs_callouts.on_page_markdown(page.read_text())
+        assert "[!" not in shown, f"{page.name}: a callout is `> [!WARNING]` and a line `> **Title.** text`"
+        plain = [line for line in without_code(shown).splitlines() if line[:1] not in (" ", "|", "!")]
+        assert [line for line in plain if re.search(CHANGES, line, re.IGNORECASE)] == [], page.name
 
 
 # -- names

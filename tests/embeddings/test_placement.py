@@ -183,7 +183,7 @@ def _initial(meta: bool) -> tuple[list[str], float]:
     if dist.get_rank():
         with torch.no_grad():
             first.uniform_()
-            module.weights()["second"][20, [1, 3]] *= -1.0
+            module.weights()["second"][19, [1, 3]] *= -1.0  # rank 1 owns this row
             module.weights()["third"].copy_(expected["third"].roll(1, dims=0))
     with Draws() as draws:
         tables = shard(module.to("meta") if meta else module, KINDS, pooled=False)

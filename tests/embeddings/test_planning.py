@@ -118,7 +118,8 @@ def test_the_rank_draws_on_its_own_gpu_what_it_would_without_sharding() -> None:
 def _table_plan(kind: str, kernel: str, *widths: int) -> Any:
     starts = [sum(widths[:index]) for index in range(len(widths))]
     shards = [SimpleNamespace(shard_offsets=[0, start], shard_sizes=[9, width]) for start, width in zip(starts, widths)]
-    return SimpleNamespace(sharding_type=kind, compute_kernel=kernel, sharding_spec=SimpleNamespace(shards=shards))
+    spec = SimpleNamespace(shards=shards)
+    return SimpleNamespace(sharding_type=kind, compute_kernel=kernel, sharding_spec=spec, output_dtype=None)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +127,13 @@ def _table_plan(kind: str, kernel: str, *widths: int) -> Any:
     [
         (True, "table_wise", "fused", FROZEN, "'user'.*'table_wise'.*row_wise"),
         (True, "row_wise", "fused_uvm_caching", FROZEN, "'user'.*'fused_uvm_caching'"),
-        (False, "data_parallel", "dense", FROZEN, "'cat'.*'data_parallel'.*'dense'"),
-        (False, "data_parallel", "fused", FROZEN, "'cat'.*'data_parallel'"),
-        (False, "row_wise", "dense", FROZEN, "'cat'.*'dense'"),
+        (False, "row_wise", "key_value", FROZEN, "'cat'.*'x'.*'key_value'.*'fused_uvm'"),
+        (False, "row_wise", "dense", FROZEN, ""),
         (False, "column_wise", "fused", ADAM, ""),
+        (False, "table_row_wise", "dense", FROZEN, "'cat'.*'x'.*'table_row_wise'.*EmbeddingCollection.*column_wise"),
+        (False, "table_column_wise", "fused", ADAM, "'cat'.*'x'.*'table_column_wise'.*EmbeddingCollection"),
         (False, "row_wise", "fused_uvm_caching", ADAM, ""),
-        (False, "grid_shard", "fused", BY_ROW, "'cat'.*'grid_shard'.*RowWiseAdagrad"),
+        (False, "grid_shard", "fused", FROZEN, "'cat'.*'x'.*'grid_shard'.*EmbeddingCollection"),
         (False, "column_wise", "fused", BY_ROW, "'cat'.*'column_wise'.*RowWiseAdagrad"),
         (False, "column_wise", "fused_uvm_caching", FROZEN, ""),
         (False, "table_wise", "fused_uvm", ADAM, ""),
@@ -148,7 +150,7 @@ def test_plans_that_cannot_be_trained_are_refused(
     plan = {one.name: _table_plan("row_wise", "fused", one.dim), other.name: _table_plan(kind, kernel, other.dim)}
     optimizers = {one.key: first, other.key: first if first is BY_ROW else FROZEN}
     with pytest.raises(ValueError, match=parts) if parts else nullcontext():
-        check_plan(collection, plan, optimizers)
+        check_plan(collection, padded_plan(collection, plan), optimizers)
 
 
 def test_small_tables_are_whole_or_refused() -> None:

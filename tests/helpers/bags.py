@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,9 +11,6 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_freescale.embeddings.collections import Collection, find_collections
-from lightning_freescale.embeddings.overlap.row_layout import RowLayout, parts_by_width
-from lightning_freescale.embeddings.row_order import RowOrder
 from tests.helpers.overlap_training import CountingModel
 from tests.helpers.recommender import RankBatches
 
@@ -103,25 +98,3 @@ def bag_loader(steps: int, longest: int = 2, salt: int = 0, samples: int = 5) ->
     rank = int(os.environ["RANK"])
     batches = enumerate(RankBatches(rank, steps, samples + rank).batches, 1000 * rank + salt)
     return DataLoader([with_bags(batch, seed, longest) for seed, batch in batches], batch_size=None)
-
-
-def layouts_of(module: EmbeddingBagCollection, ranks: int, row_wise: bool = False) -> tuple[Collection, list[RowLayout]]:
-    """Return the collection and the layout of its rows: tables on one rank after the other, or each on all."""
-    ((collection, _),) = find_collections(nn.ModuleDict({"bags": module}))
-    plan = {}
-    for index, table in enumerate(collection.tables):
-        size = -(-table.rows // ranks) if row_wise else table.rows
-        shards = [
-            SimpleNamespace(
-                shard_offsets=[start, 0],
-                shard_sizes=[min(size, table.rows - start), table.dim],
-                placement=SimpleNamespace(rank=lambda owner=number if row_wise else index % ranks: owner),
-            )
-            for number, start in enumerate(range(0, table.rows, size))
-        ]
-        kind = "row_wise" if row_wise else "table_wise"
-        spec = SimpleNamespace(shards=shards)
-        plan[table.name] = SimpleNamespace(sharding_type=kind, compute_kernel="fused", sharding_spec=spec)
-    parts = [replace(collection, tables=tables) for tables in parts_by_width(collection, plan)]
-    orders = {table.name: RowOrder(table.rows) for table in collection.tables}
-    return collection, [RowLayout.from_plan(part, plan, orders, ranks, torch.device("cpu")) for part in parts]

@@ -112,9 +112,11 @@ class Case:
 
     def fit(self, way: str | dict[str, Any]) -> Run:
         """Fit on this rank, by the strategy of that name, or by FreeScaleStrategy with these options."""
-        torch.manual_seed(0)
         overlap = {} if way == PLAIN else self.overlap
-        strategy = way if isinstance(way, str) else FreeScaleStrategy(**{**way, **overlap})
+        options = {**way, **overlap} if isinstance(way, dict) else {}
+        options |= {"plan": options["plan"]()} if "plan" in options else {}
+        torch.manual_seed(0)
+        strategy = way if isinstance(way, str) else FreeScaleStrategy(**options)
         made = {name: each() if callable(each) else each for name, each in self.options.items()}
         validation = None if self.validation is None else self.validation()
         return fit(self.make(), self.loader(), validation, **{"max_epochs": EPOCHS, "strategy": strategy, **made})

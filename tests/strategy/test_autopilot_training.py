@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.callbacks.workload import settings_of
 from lightning_freescale.embeddings.overlap import WeightGradientsLast
 from lightning_freescale.strategy.tuning import autopilot, cost_calibrator, setting_trial
 from lightning_freescale.testing import run_distributed
@@ -76,9 +77,18 @@ def _fit(
     return module, fitting
 
 
+class Outcome(L.Callback):
+    """Keeps what the report says about the settings after training."""
+
+    settings: dict[str, Any]
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.settings = settings_of(trainer)
+
+
 def _found(*args: Any, **options: Any) -> dict[str, Any]:
-    logger = Kept()
-    module, fitting = _fit(*args, logger=logger, callbacks=[LogsAll()], **options)
+    logger, outcome = Kept(), Outcome()
+    module, fitting = _fit(*args, logger=logger, callbacks=[LogsAll(), outcome], **options)
     settings = fitting.strategy.chosen_settings
     return {
         "seen": module.seen,
@@ -87,6 +97,8 @@ def _found(*args: Any, **options: Any) -> dict[str, Any]:
         "kept": settings.get("kept"),
         "frozen": settings.get("frozen"),
         "logged": logger.of("freescale/autopilot"),
+        "options": outcome.settings["options"],
+        "rejected": outcome.settings["rejected"],
     }
 
 
@@ -103,6 +115,10 @@ def test_what_helps_is_chosen_and_changes_no_bits(caplog: pytest.LogCaptureFixtu
         assert chosen["losses"] == plain["losses"]
         assert_same(chosen["weights"], plain["weights"])
         assert set(plain["seen"]) == {(False, 1)} and plain["kept"] is None and plain["logged"] == []
+        in_both = {"cost": "auto", "lengths": True}
+        assert chosen["options"] == {"split_backward": True, "target_bubble_reduction": 0.1, **in_both}
+        assert chosen["rejected"].pop("split_backward") == [False] and plain["options"] == in_both
+        assert chosen["rejected"] == plain["rejected"]
     (chosen, text, _), (other, *_) = ranks
     assert chosen["seen"] == other["seen"], "all ranks alike in every step"
     assert "chooses split_backward from False, True" in text and "split_backward=True from step" in text
@@ -115,6 +131,9 @@ def test_micro_batches_are_chosen_where_they_may_be() -> None:
     first, second = run_distributed(_found, 2, lambda split, parts: {1: 4.0, 2: 1.0, 4: 2.0}[parts], 0.99, "auto", steps=110)
     assert first["seen"] == second["seen"]
     assert first["kept"]["micro_batches"] == 2 and first["frozen"]
+    assert first["options"].items() >= {"micro_batches": "auto", "target_bubble_reduction": 0.99}.items()
+    equal_counts = {"assignment_mode": ["slack"]}
+    assert first["rejected"] == {"split_backward": [True], "micro_batches": [1, 4], **equal_counts}
     assert {parts for _, parts in first["seen"][-10:]} == {2}
     assert {parts for _, parts in first["seen"]} == {1, 2, 4}
     assert {parts for _, parts in first["seen"][:15]} == {1}, "one setting after the other"

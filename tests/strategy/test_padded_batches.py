@@ -88,6 +88,7 @@ def _fit(
         **found,
         "messages": "\n".join(messages),
         "mode": data.train.assignment_mode,
+        "keeps": data.train.keeps_equal_counts,
         "chosen": data.train.micro_batches.chosen,
     }
 
@@ -184,6 +185,7 @@ def test_jagged_batches_have_unequal_counts_where_that_lowers_the_bound() -> Non
         modes = {name: case["mode"] for name, case in found.items() if name != "as drawn"}
         chosen = dict.fromkeys(("found out", "said", "no lengths"), "slack")
         assert modes == {**chosen, **dict.fromkeys(("given", "in parts", "unweighted", "alike"), "fixed")}
+        assert [name for name, case in found.items() if case["keeps"]] == ["in parts", "alike"]
         for name in chosen:
             for weight, value in found[name]["weights"].items():
                 expected = found["as drawn"]["weights"][weight]

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, data_parallel, row_wise
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_row_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import LAMB
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -122,8 +122,7 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     ),
     (_fit_needing_rows, "51 .*'history'.*num_embeddings=51"),
     (lambda: _fit(strategy=FreeScaleStrategy(plan=ShardingPlan({}))), r"'net.embeddings' with tables \['item', 'cat'\]"),
-    (lambda: _fit_planned(data_parallel()), "table 'item' sharding_type='data_parallel'.*compute_kernel=\"fused\""),
-    (lambda: _fit_planned(row_wise()), "compute_kernel='dense'.*compute_kernel=\"fused\""),
+    (lambda: _fit_planned(table_row_wise(host_index=0)), "table 'item' .*'net.embeddings' sharding_type='table_row_wise'"),
     (lambda: _fit_planned(COLUMNS), "columns of table 'item'.*RowWiseAdagrad"),
     (lambda: _fit_in_backward(LAMB), "LAMB.*'net.embeddings.embeddings.item.weight'.*CPU"),
     (lambda: _fit_in_backward(torch.optim.NAdam), "NAdam"),
@@ -220,6 +219,7 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"overlp": True}, TypeError, "overlp=.* overlap="),
         ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
         ({"zzz": True}, TypeError, "zzz="),
+        *(({name: None}, ValueError, f"{name}=.*all ranks share") for name in ("process_group", "device_mesh")),
         ({"ids_of": dict, "overlap": False}, ValueError, "ids_of=.*overlap=False"),
         ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),

@@ -67,7 +67,6 @@ class Problem:
         return np.bincount(rank_of_sample, self.cost, self.ranks).astype(np.int64)  # exact: sums stay below 2**53
 
     def largest_load(self, rank_of_sample: Ints) -> int:
-        """Return the load of the slowest rank."""
         return int(self.loads(rank_of_sample).max())
 
 

@@ -165,7 +165,6 @@ def _within_token_limit(problem: Problem, load: float, fallback: Ints | None) ->
 
 
 def _by_tokens(problem: Problem) -> Ints | None:
-    """Return a plan that balances the tokens."""
     assert problem.tokens is not None
     order = np.argsort(-problem.tokens, kind="stable")
     tokens = to_integers(problem.tokens[order].astype(np.float64), problem.ranks)

@@ -67,7 +67,9 @@ class EagerExchange:
         if failed:  # not raised above: gloo's error as context would keep the messages and the connections alive
             raise dist.DistBackendError(self._p2p.explain(failed, self._peer, timeout))
         if max(outgoing.lengths) > self.short_bytes or max(incoming.lengths) > self.short_bytes:
-            self._move_long(self._long_parts(outgoing, incoming, kind, number, timeout))
+            gives_long, gets_long = (parts.as_tensors(longer_than=self.short_bytes) for parts in (outgoing, incoming))
+            cpu = torch.device("cpu")
+            self._move_long(Transfer("exchange", gives_long, gets_long, kind, cpu, timeout, number, chunk_tag=_LONG_TAG))
 
     def drop_receives(self) -> None:
         self._links = []
@@ -89,10 +91,6 @@ class EagerExchange:
         for link, send in zip(links, sends):
             self._peer = link.peer
             send.wait(timeout)
-
-    def _long_parts(self, outgoing: _Parts, incoming: _Parts, kind: int, number: int, timeout: timedelta) -> Transfer:
-        sent, received = (parts.as_tensors(longer_than=self.short_bytes) for parts in (outgoing, incoming))
-        return Transfer("exchange", sent, received, kind, torch.device("cpu"), timeout, number, chunk_tag=_LONG_TAG)
 
 
 def _keep_own(outgoing: _Parts, incoming: _Parts, rank: int) -> None:

@@ -80,7 +80,11 @@ class ZeroCtaTransport:
                 if self._closed:
                     raise dist.DistBackendError("the transport is closed")
                 pause()
-                self._enqueue_round(transfer, begin, align(min(self._slot, transfer.largest - begin), _ALIGN))
+                width = align(min(self._slot, transfer.largest - begin), _ALIGN)
+                packed, arrived = (half[: self._size * width] for half in self._communicator.window)
+                self._copy(packed.split(width), [part[begin : begin + width] for part in transfer.outgoing])
+                self._communicator.all_to_all(self._stream, arrived, packed)
+                self._copy([part[begin : begin + width] for part in transfer.incoming], arrived.split(width))
                 self._wait(transfer.timeout)
             self._kept = None
 
@@ -88,13 +92,6 @@ class ZeroCtaTransport:
         self._abort()
         with self._busy, self._driver.active():
             self._driver.destroy_streams()
-
-    def _enqueue_round(self, transfer: Transfer, begin: int, width: int) -> None:
-        """Enqueue the round of bytes ``begin`` to ``begin + width`` of every part."""
-        packed, arrived = (half[: self._size * width] for half in self._communicator.window)
-        self._copy(packed.split(width), [part[begin : begin + width] for part in transfer.outgoing])
-        self._communicator.all_to_all(self._stream, arrived, packed)
-        self._copy([part[begin : begin + width] for part in transfer.incoming], arrived.split(width))
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source to its target, up to the length of the shorter one."""

@@ -154,7 +154,9 @@ class PeerTransport:
                 raise dist.DistBackendError(f"{missing} did not respond within the timeout of {timeout.total_seconds():g} s")
             elif now - checked > _CHECK_AFTER:
                 checked = now
-                self._check_peers()
+                self._check_closed()
+                if (signals := self._read_signals()) is None or signals[-1]:
+                    raise dist.DistBackendError(_GIVEN_UP)
             else:
                 nap(now - advanced)
         self._check_closed()
@@ -173,11 +175,6 @@ class PeerTransport:
                 self._link = None
         finally:
             self._busy.release()
-
-    def _check_peers(self) -> None:
-        self._check_closed()
-        if (signals := self._read_signals()) is None or signals[-1]:
-            raise dist.DistBackendError(_GIVEN_UP)
 
     def _check_closed(self) -> None:
         if self._closed:
@@ -209,7 +206,7 @@ class PeerTransport:
         self._stuck = [progress, link]  # the GPU may still write there
         with suppress(RuntimeError):  # the GPU may have failed
             link.signal_failure()
-            link.mark_failed_round()
+            link.mark_end()
             begun, released = time.monotonic(), link.release_streams()
             while (waited := time.monotonic() - begun) < _GRACE:
                 link.forget_ended()

@@ -238,10 +238,7 @@ class Link:
         self._count(self.receiving, receives, first + size)
         if is_last and self.peers:  # after the copies: a peer that gives up signals it before it overwrites slots
             copy(self.receiving.stream, [self._sources[-1]], [self._failed], [_WORD])
-        self._events[place] = self._mark_end(*self._events[place])
-
-    def mark_failed_round(self) -> None:
-        self._mark_end(None, None)
+        self._events[place] = self.mark_end(*self._events[place])
 
     def forget_ended(self) -> bool:
         """Forget the rounds that have ended, and return whether there were any."""
@@ -290,8 +287,8 @@ class Link:
         words = self._sources[first : first + len(peers.ranks)]
         self.driver.copy(direction.stream, peers.counted, words, peers.word_lengths)
 
-    def _mark_end(self, *events: Any) -> tuple[Any, Any]:
-        sending, receiving = events
+    def mark_end(self, sending: Any = None, receiving: Any = None) -> tuple[Any, Any]:
+        """Count a round as in flight until both streams have reached this point, and return the events."""
         ends = self.sending.stream.record_event(sending), self.receiving.stream.record_event(receiving)
         self._in_flight.append(ends)
         return ends

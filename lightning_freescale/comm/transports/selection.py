@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,13 @@ def gather_topology(options: ProcessGroupFreeScaleOptions, p2p: GlooP2P) -> Topo
     hardware = RankHardware.from_this_process(options.transport)
     mine = {"options": {name: getattr(options, name) for name in _SAME_ON_ALL_RANKS}, "hardware": asdict(hardware)}
     gathered = p2p.gather_json(mine)
-    _check_same_options([each["options"] for each in gathered], p2p.ranks)
+    for name in _SAME_ON_ALL_RANKS:
+        values = [each["options"][name] for each in gathered]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"{value!r} on rank {rank}" for rank, value in zip(p2p.ranks, values))
+            raise ValueError(
+                f"ProcessGroupFreeScaleOptions differ between ranks: {name}= is {found}. Pass the same options on every rank"
+            )
     return Topology(tuple(RankHardware(**each["hardware"]) for each in gathered), tuple(p2p.ranks))
 
 
@@ -130,12 +135,3 @@ def build_transport(kind: str, host: HostTransport, near: list[int], store: dist
     buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)
     peer = PeerTransport(driver, buffer, near, p2p.ranks)
     return peer if kind == "peer" else TwoLevelTransport(peer, host, p2p.size)
-
-
-def _check_same_options(given: list[dict[str, Any]], ranks: list[int]) -> None:
-    for name in _SAME_ON_ALL_RANKS:
-        if any(options[name] != given[0][name] for options in given):
-            values = ", ".join(f"{options[name]!r} on rank {rank}" for rank, options in zip(ranks, given))
-            raise ValueError(
-                f"ProcessGroupFreeScaleOptions differ between ranks: {name}= is {values}. Pass the same options on every rank"
-            )

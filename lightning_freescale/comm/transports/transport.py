@@ -83,10 +83,6 @@ class RankBuffers:
             raise ValueError(f"{what} tensors of {' and '.join(sorted(kinds))}: pass one dtype and one device")
         return RankBuffers(buffers, DTYPE_INDEX[tensors[0].dtype], tensors[0].device)
 
-    @staticmethod
-    def from_repeated(tensor: Tensor, ranks: int) -> RankBuffers:
-        return RankBuffers([_as_bytes("input", tensor)] * ranks, DTYPE_INDEX[tensor.dtype], tensor.device)
-
     @property
     def kind(self) -> str:
         return f"{DTYPES[self.dtype_index]} on {self.device}"

@@ -85,7 +85,6 @@ class StreamReader:
         return {"place": place, "first": first, "held": sorted(self._held), "read": self.read}
 
     def stop_workers(self) -> None:
-        """End the workers of the source."""
         self._chunks.close()
 
     def _next_samples(self, count: int) -> list[Any]:
@@ -149,7 +148,6 @@ class StreamSource(IterableDataset[Any]):
         return unusable_state(self.dataset)
 
     def first_place(self) -> Place:
-        """Return the place at the start of an epoch."""
         workers = max(1, self.num_workers)
         return {"states": [None] * workers, "read": [0] * workers, "ended": [False] * workers, "turn": 0}
 

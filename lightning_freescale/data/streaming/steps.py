@@ -128,10 +128,11 @@ class AssignedSteps:
 
     def _describe_step(self, batch: NDArray[np.float64], assignment: Assignment) -> StreamStep:
         size, rank_of_sample = self.group.size, assignment.rank_of_sample
+        costs = _sum_per_rank(rank_of_sample, batch[_COST], size)
         return StreamStep(
             step=self._step - 1,
             counts=np.bincount(rank_of_sample, minlength=size).tolist(),
-            costs=(costs := _sum_per_rank(rank_of_sample, batch[_COST], size)),
+            costs=costs,
             weights=_sum_per_rank(rank_of_sample, batch[_WEIGHT], size),
             most_parts=[most_parts(batch[_WEIGHT, rank_of_sample == rank]) for rank in range(size)],
             balance=StepBalance(

@@ -20,7 +20,7 @@ from lightning_freescale.embeddings.overlap.exchange import ExchangeStep
 from lightning_freescale.embeddings.overlap.hot_route import HotRouting
 from lightning_freescale.embeddings.overlap.hot_rows import Nodes
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.report import BagTraffic, ExchangeStatistics
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_exchange import Route, RowExchange
 from lightning_freescale.embeddings.overlap.row_requests import RowRequest
@@ -74,7 +74,6 @@ class OverlappedCollection:
         self._worker = ExchangeWorker(collection.path, local.layout.device, self.statistics, order, self._groups[1:])
         exchange = RowExchange(collection.path, local, group, dedup, route, self.statistics, collection.pooled)
         self._exchange, self.step = exchange, ExchangeStep(exchange, self._worker)
-        self._bag_traffic = BagTraffic(local.layout, group.rank(), local.dim) if collection.pooled else None
         self._settings: Sequence[UpdateSettings] = [UpdateSettings(0)] * len(self.table_keys)
         self._step_number = 0
         self._write_counts: list[int] | None = None
@@ -126,8 +125,7 @@ class OverlappedCollection:
         step = self.step
         lookup = step.lookups.note(features, announced=step.announced is not None)
         kind = {None: "unpredicted_lookups", True: "predicted_lookups", False: "mispredicted_lookups"}[lookup.predicted]
-        bags = 0 if self._bag_traffic is None else self._bag_traffic.bytes_of(features)
-        self.statistics.count(**{kind: 1, "torchrec_bytes": bags})
+        self.statistics.count(**{kind: 1})
         return lookup
 
     def rows(self, lookup: Lookup) -> Tensor:

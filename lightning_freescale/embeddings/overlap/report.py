@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torchrec import KeyedJaggedTensor
 
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, RowRequest
@@ -53,14 +52,17 @@ class ExchangeStatistics:
         yield
         self.count(**{name: time.perf_counter() - began})
 
-    def count_lookup(self, request: RowRequest, rank: int, dim: int, pooled: bool) -> None:
-        """Count the rows and ids of this rank's lookups, and the bytes that TorchRec would move for them; ids only for bags."""
+    def count_lookup(self, request: RowRequest, rank: int, dim: int, senders: Sequence[int] | None) -> None:
+        """Count this rank's ids and rows, and the bytes that TorchRec would move for them. ``senders`` is None without bags."""
         ids, rows = sum(request.ids), sum(request.sizes)
         per_row = 8 + 2 * 4 * dim  # an id of 64 bits, its row, and the gradient back
+        torchrec_bytes = (ids - request.ids[rank]) * (per_row if senders is None else 8)
+        per_bag = 4 + 2 * 4 * dim  # the length of a bag, its pooled row, and the gradient back
+        pooled_rows = sum(bags * ranks for bags, ranks in zip(request.bags, senders or ()))
         self.count(
             tokens=ids,
             rows=rows,
-            torchrec_bytes=(ids - request.ids[rank]) * (8 if pooled else per_row),
+            torchrec_bytes=torchrec_bytes + per_bag * pooled_rows,
             dedup_bytes=(rows - request.sizes[rank]) * per_row,
         )
 
@@ -95,11 +97,11 @@ class HeatReport:
     rows_of_most: int  # those that make 90 %
     largest_load: float  # accesses of the owner with the most, divided by the mean over owners; the largest of all collections
     colliding_share: float | None  # share of hot rows among the requested colliding rows of other nodes; None if none collides
-    sent_bytes: float  # ids, rows and gradients that a rank sends
+    sent_bytes: float  # bytes of ids, rows and gradients that a rank sends
     cross_node_bytes: float  # the part of them between nodes
     hot_near_bytes: float  # the part of sent_bytes for hot rows within the node
     hot_far_bytes: float  # the part of cross_node_bytes for hot rows
-    hot_direct_bytes: float  # between nodes for the same hot rows if all ranks had sent them directly
+    hot_direct_bytes: float  # bytes between nodes if all ranks had sent the same hot rows directly
 
     @classmethod
     def of(cls, heats: Sequence[Heat], totals: Mapping[str, float], steps: float) -> HeatReport | None:
@@ -132,12 +134,12 @@ class OverlapReport:
     exposed_s: float  # seconds that training waited for rows
     tokens: float  # ids looked up
     rows: float  # rows requested, each once with dedup
-    torchrec_bytes: float  # that plain TorchRec would move: each id, its row and its gradient, or those of the bags
-    dedup_bytes: float  # that TorchRec would move with each row once
-    ids_bytes: float  # sent to agree on rows
-    colliding_bytes: float  # rows and gradients that training waited for
-    non_colliding_bytes: float  # rows and gradients sent during compute
-    cross_node_bytes: float  # the part of the last three sent to other nodes; 0 if the nodes are unknown
+    torchrec_bytes: float  # bytes that plain TorchRec would move: each id, its row and its gradient, or those of the bags
+    dedup_bytes: float  # bytes that TorchRec would move if it sent each row once
+    ids_bytes: float  # bytes sent to agree on rows
+    colliding_bytes: float  # bytes of rows and gradients that training waited for
+    non_colliding_bytes: float  # bytes of rows and gradients sent during compute
+    cross_node_bytes: float  # the part of the last three that went to other nodes; 0 if the nodes are unknown
     unpredicted_lookups: float  # lookups whose ids were unknown ahead
     mispredicted_lookups: float  # lookups with other ids than predicted
     heat: HeatReport | None = None  # None before the first list, and if no row can be hot
@@ -175,22 +177,15 @@ class OverlapReport:
         )
 
 
-class BagTraffic:
-    """Counts the bytes that TorchRec would move for bags, whose owners pool rows before they send them, in tables of one width.
+def bag_senders(layout: RowLayout, rank: int) -> list[int]:
+    """Return, for each feature of the layout, the number of other ranks that would send ``rank`` a pooled row for each bag.
 
-    A table that is split by rows is pooled by every rank, and each sends all other ranks a row for each of their bags, even
-    without a row of it (a reduce-scatter). A table on one rank is pooled there.
+    In TorchRec, owners pool rows before they send them. A table that is split by rows is pooled by every rank, and each sends
+    all other ranks a row for each of their bags, even without a row of it (a reduce-scatter). A table on one rank is pooled
+    there.
     """
-
-    def __init__(self, layout: RowLayout, rank: int, dim: int) -> None:
-        last = torch.tensor([[layout.rows_of(each)] for each in range(layout.ranks)])
-        holds = torch.diff(layout.first_row, append=last) > 0
-        sends = holds | (holds.sum(dim=0) > 1)
-        senders = sends.sum(dim=0) - sends[rank].long()  # other ranks
-        self._per_bag = 4 + 2 * 4 * dim  # the length of a bag, its pooled row, and the gradient back
-        self._senders = [(feature, int(senders[table])) for feature, table in layout.features]
-
-    def bytes_of(self, features: KeyedJaggedTensor) -> int:
-        """Return the bytes of one lookup of this rank, without ids."""
-        bags = dict(zip(features.keys(), features.stride_per_key()))
-        return self._per_bag * sum(bags.get(feature, 0) * senders for feature, senders in self._senders)
+    last = torch.tensor([[layout.rows_of(each)] for each in range(layout.ranks)])
+    holds = torch.diff(layout.first_row, append=last) > 0
+    sends = holds | (holds.sum(dim=0) > 1)
+    senders = (sends.sum(dim=0) - sends[rank].long()).tolist()
+    return [senders[table] for _, table in layout.features]

@@ -32,7 +32,7 @@ from lightning_freescale.embeddings.overlap.id_exchange import (
     refuse_ranks_out_of_step,
 )
 from lightning_freescale.embeddings.overlap.local_rows import LocalRows
-from lightning_freescale.embeddings.overlap.report import ExchangeStatistics
+from lightning_freescale.embeddings.overlap.report import ExchangeStatistics, bag_senders
 from lightning_freescale.embeddings.overlap.routes import DirectRoute
 from lightning_freescale.embeddings.overlap.row_requests import IncomingRows, RowRequest
 from lightning_freescale.embeddings.overlap.row_updates import Collisions, RowUpdates
@@ -51,12 +51,13 @@ class RowExchange:
         dedup: bool,
         route: Route,
         statistics: ExchangeStatistics,
-        pooled: bool = False,
+        pooled: bool,
     ) -> None:
         self.path, self.local, self._route, self._statistics = path, local, route, statistics
         self._rank, self._ranks = group.rank(), group.size()
         self.row_updates, self._collisions = RowUpdates(local), Collisions(local, statistics)
-        self._group, self._dedup, self._pooled = group, dedup, pooled
+        self._group, self._dedup = group, dedup
+        self._bag_senders = bag_senders(local.layout, self._rank) if pooled else None
         self._no_values = local.layout.starts.new_empty(0, local.dim, dtype=torch.float32)
         self._batches = 0
         self._heads: list[Head] = []
@@ -276,7 +277,7 @@ class RowExchange:
         request = requested.request
         if gradient is None:
             return torch.zeros(sum(request.sizes), self.local.dim, device=self._no_values.device)
-        self._statistics.count_lookup(request, self._rank, self.local.dim, self._pooled)
+        self._statistics.count_lookup(request, self._rank, self.local.dim, self._bag_senders)
         if (through := requested.incoming.forwarded) is not None:
             wire = self.local.wire
             self._statistics.count_hot(through, 4 * (wire.rows.words + wire.gradients.words))

@@ -35,6 +35,7 @@ class RowRequest:
     order: Tensor  # indices of the ids of the batch, sorted by their row, shape [ids]
     first: Tensor  # index into order of the first id of each row, shape [rows]
     inverse: Tensor  # index into rows for each id, shape [ids], lookup by lookup, each in the layout's order of features
+    bags: Sequence[int] = ()  # bags or sequences of each feature in all lookups, in the layout's order of features
 
     @classmethod
     def from_lookups(cls, lookups: Sequence[KeyedJaggedTensor], layout: RowLayout, dedup: bool) -> RowRequest:
@@ -43,11 +44,13 @@ class RowRequest:
             return cls.empty(layout, dedup)
         ids = [_checked_ids(features, layout) for features in lookups]
         of_lookup = [sum(part.numel() for part in parts) for parts in ids]
+        strides = [dict(zip(features.keys(), features.stride_per_key())) for features in lookups]
+        bags = [sum(each[name] for each in strides) for name, _ in layout.features]
         parts = [(index, part) for parts in ids for index, part in enumerate(parts)]
         of_tables = groupby(parts, key=lambda part: layout.features[part[0]][1])  # one call for all features of a table
         keys = joined([layout.keys(table, joined([ids for _, ids in run])) for table, run in of_tables])
         if dedup:
-            return replace(cls.of_keys(keys, layout), of_lookup=of_lookup)
+            return replace(cls.of_keys(keys, layout), of_lookup=of_lookup, bags=bags)
         lengths, features = keys.new_tensor([part.numel() for _, part in parts]), len(layout.features)
         feature = torch.repeat_interleave(keys.new_tensor([index for index, _ in parts]), lengths, output_size=keys.numel())
         slot = layout.owners(keys) * features + feature
@@ -57,7 +60,7 @@ class RowRequest:
         sizes = counts.sum(dim=1).tolist()  # on CUDA the host waits here
         slots = counts.cpu() if features > 1 else _no_slots(layout, dedup)
         rows = _on_owners(keys[order], sizes, layout)
-        return cls(rows, sizes, sizes, of_lookup, slots, order.int(), first.int(), _inverse(order, first))
+        return cls(rows, sizes, sizes, of_lookup, slots, order.int(), first.int(), _inverse(order, first), bags)
 
     @classmethod
     def empty(cls, layout: RowLayout, dedup: bool) -> RowRequest:

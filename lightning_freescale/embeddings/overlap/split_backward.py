@@ -40,7 +40,7 @@ class WindowGradients:
             self.in_backward = False
 
     def close(self) -> None:
-        """End a window. It is a RuntimeError if its last batch did not use some layers, whose gradients would be lost."""
+        """End a window. Raise a RuntimeError if its last batch did not use some layers, whose gradients would be lost."""
         lost, self.kept = self.kept, {}
         if lost:
             shapes = [place[1] for place in lost]

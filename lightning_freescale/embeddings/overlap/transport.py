@@ -176,8 +176,7 @@ class RowTransport:
         if self.observer is None or not self.observer.recording:
             return nullcontext()
         moved = max(sum(sizes) - sizes[self.rank] for sizes in (gives, gets))
-        recorded: AbstractContextManager[None] = self.observer.background_collective("embedding exchange", 4 * moved)
-        return recorded
+        return self.observer.background_collective("embedding exchange", 4 * moved)
 
 
 class _JobDone(NamedTuple):

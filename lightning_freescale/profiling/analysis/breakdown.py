@@ -83,7 +83,6 @@ def times_beside(exchanges: Iterable[ResolvedCollective]) -> list[tuple[float, f
 
 
 def merged(periods: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the periods."""
     union: list[tuple[float, float]] = []
     for start, end in sorted(periods):
         if union and start <= union[-1][1]:
@@ -163,7 +162,6 @@ class StepBreakdown:
 
     @property
     def compute(self) -> float:
-        """The seconds of forward, backward and optimizer."""
         return self.forward + self.backward + self.optimizer
 
 

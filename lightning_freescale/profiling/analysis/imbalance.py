@@ -110,7 +110,8 @@ class Imbalance:
 def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: Floats | None = None) -> Imbalance:
     """Divide the imbalance of the measured compute by cause.
 
-    With a cost model (``expected`` and ``slowness``), a rank is slow if it takes longer than its samples explain. Without one,
+    With a cost model (``expected`` and ``slowness``), a rank is slow if it takes longer than its samples explain. Only the
+    slowness that both halves of the steps show counts as hardware. Without a cost model,
     compute is the product of an effect of the step and an effect of the rank (medians, so single steps have no influence).
     Then persistent differences count as hardware, the others as jitter, and ``data`` is 0. A rank that always draws longer
     histories counts as slow in this case.
@@ -126,9 +127,10 @@ def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: F
         expected, slowness = _steps_and_ranks(compute)
     else:
         data = _excess(expected)
-    explained = expected * slowness
-    known = (compute > 0) & (explained > 0)
-    error = np.where(known, compute / np.where(known, explained, 1.0), np.nan) - 1
+    known = (compute > 0) & (expected > 0)
+    ratio = np.where(known, compute / np.where(known, expected, 1.0), np.nan)
+    slowness = _lasting(ratio, slowness)
+    explained, error = expected * slowness, ratio / slowness - 1
     slow = {rank: float(slowness[rank]) for rank in range(len(slowness)) if _is_slow(rank, slowness, error)}
     residual = float(np.median(np.abs(error[known]))) if known.any() else None
     excess = _excess(explained)
@@ -137,6 +139,14 @@ def split_imbalance(compute: Floats, expected: Floats | None = None, slowness: F
 
 def _excess(seconds: Floats) -> float:
     return float((seconds.max(axis=1) - seconds.mean(axis=1)).mean())
+
+
+def _lasting(ratio: Floats, slowness: Floats) -> Floats:
+    """Return the slowness that all steps and both halves of ``ratio`` show: their value closest to 1; 1 if they contradict."""
+    halves = [half for half in np.array_split(ratio, 2) if np.isfinite(half).any(axis=0).all()]
+    medians = [np.nanmedian(half, axis=0) for half in halves]
+    shown = np.stack([slowness, *(each / np.quantile(each, 0.5, method="lower") for each in medians)])
+    return np.maximum(shown.min(axis=0), 1.0) * np.minimum(shown.max(axis=0), 1.0)
 
 
 def _is_slow(rank: int, scores: Floats, error: Floats) -> bool:

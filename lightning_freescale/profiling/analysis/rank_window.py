@@ -45,7 +45,6 @@ class ExchangeSums:
     last: int = 0
 
     def include(self, other: ExchangeSums) -> None:
-        """Add the sums of other exchanges."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 

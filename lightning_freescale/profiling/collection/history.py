@@ -55,9 +55,9 @@ class History:
         self._heat: Mapping[str, Any] | None = None
         self.added = 0
 
-    def note_outcome(self, assignment: str | None, heat: Mapping[str, Any] | None = None) -> None:
-        """Record how samples are assigned to the ranks, if that was chosen during training, and the document's hot rows."""
-        self._run, self._heat = replace(self._run, assignment=assignment), heat
+    def note_outcome(self, settings: Mapping[str, Any], heat: Mapping[str, Any] | None = None) -> None:
+        """Record the fields of :class:`RunInfo` that training may have changed, and the document's hot rows."""
+        self._run, self._heat = replace(self._run, **settings), heat
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank and their plans, None if unknown."""
@@ -191,19 +191,13 @@ def window_scalars(breakdown: Floats, samples: NDArray[np.int64], memory: Memory
     """
     values = {"fraction": bubble(breakdown), **shares_of(breakdown), "compute_imbalance": compute_imbalance_of(breakdown)}
     rates = {"step_s": float(breakdown[:, :, 0].mean()), "samples_per_s": samples_per_s_of(breakdown, samples)}
-    rates["slowest_rank"] = _slowest_rank(breakdown)
+    if breakdown.shape[1] > 1:  # the slowest rank waits least in exchanges, because the others wait for it
+        waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
+        rates["slowest_rank"] = float(np.argmax((column(breakdown, "wall") - waits).sum(axis=0)))
     if memory is not None:
         rates |= {"memory_bytes": float(memory.current[-1].max()), "memory_peak_bytes": float(memory.peak[-1].max())}
         rates["memory_imbalance"] = memory.imbalance
     return {f"freescale/bubble/{name}": value for name, value in {**values, **rates}.items() if value is not None}
-
-
-def _slowest_rank(breakdown: Floats) -> float | None:
-    """Return the rank that waits least in exchanges, because the others wait for it; None with one rank."""
-    if breakdown.shape[1] == 1:
-        return None
-    waits = sum(column(breakdown, name) for name in ("straggler_wait", "transfer", "wait"))
-    return float(np.argmax((column(breakdown, "wall") - waits).sum(axis=0)))
 
 
 def _known(values: Sequence[Sequence[Any]]) -> Floats | None:

@@ -119,7 +119,6 @@ class RankExchange:
         return window_of(steps, own, alone=True, divided=self.group is None)
 
     def wait_attribution(self) -> WaitAttribution:
-        """Return how the waits of all steps so far were divided."""
         if self.group is None:
             return WaitAttribution(True, 0.0)
         # the worst of the other ranks: rank 0 measures no offset
@@ -152,7 +151,6 @@ class StepBuffer:
         self._background: list[Collective] = []
 
     def add_step(self, record: StepRecord) -> None:
-        """Add a step that has ended."""
         self.waiting.append(record)
         self.count += 1
 

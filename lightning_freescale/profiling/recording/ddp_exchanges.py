@@ -33,7 +33,9 @@ def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Generator[N
             yield
             return
         if timeline.recording and model.require_backward_grad_sync:
-            buckets = _buckets_of(model)
+            buckets = _BUCKETS.get(model)
+            if buckets is None or not buckets.in_order:
+                buckets = _BUCKETS[model] = _Buckets(model)
             first = around.enter_context(buckets.first_ready_on(timeline))
             # callbacks that a backward queues run in order after all gradients: wait_begins, DDP's wait for its buckets, and
             # wait_ends, which wait_begins queues; a communication hook would observe more, but replace DDP's own reduction
@@ -107,13 +109,6 @@ class _Buckets:
 
 
 _BUCKETS: WeakKeyDictionary[DistributedDataParallel, _Buckets] = WeakKeyDictionary()
-
-
-def _buckets_of(model: DistributedDataParallel) -> _Buckets:
-    buckets = _BUCKETS.get(model)
-    if buckets is None or not buckets.in_order:
-        buckets = _BUCKETS[model] = _Buckets(model)
-    return buckets
 
 
 def _numbers(text: str, separator: str) -> list[int]:

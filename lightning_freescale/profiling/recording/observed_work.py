@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -114,41 +114,22 @@ class ObservedWork(dist.Work):
         with self._waiting():
             self._work.synchronize()
 
-    @override
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    @override
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    @override
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    @override
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
-
-    @override
-    def result(self) -> Any:
-        return self._work.result()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        with ExitStack() as waits:
-            if self._timeline.is_training_thread:
-                for collective in reversed(self._collectives[1:]):
-                    waits.callback(self._came_along, collective)
-                waits.enter_context(self._timeline.waiting(self._collectives[0]))
+        trains = self._timeline.is_training_thread
+        with self._timeline.waiting(self._collectives[0] if trains else None):
             yield
+        for collective in self._collectives[1:] if trains else ():
+            with self._timeline.waiting(collective):
+                pass
         when_waited, self._when_waited = self._when_waited, None
         if when_waited is not None and self._timeline.recording:
             when_waited()
 
-    def _came_along(self, collective: Collective) -> None:
-        with self._timeline.waiting(collective):
-            pass
+
+def _delegate(name: str) -> Callable[[ObservedWork], Any]:
+    return lambda work: getattr(work._work, name)()
+
+
+for _name in ("is_completed", "is_success", "exception", "get_future", "result", "_source_rank"):
+    setattr(ObservedWork, _name, _delegate(_name))

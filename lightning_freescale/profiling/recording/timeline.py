@@ -133,7 +133,6 @@ class Timeline:
     # -- spans
 
     def span(self, kind: Kind, name: str) -> AbstractContextManager[None]:
-        """Record the block as a span."""
         step = self._step
         if step is None:
             return _NOTHING

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
@@ -51,6 +51,8 @@ class RunInfo:
             without sharded tables.
         num_workers: number of loader workers of a rank; None if unknown.
         sharded_tables: True if TorchRec shards tables; None if unknown.
+        options: other options in force, by name; ``lengths`` if the lengths of the samples are known.
+        rejected: values of options that were measured and did not help, by name.
         started: start of training in ISO 8601.
         versions: versions of packages by name.
     """
@@ -66,6 +68,8 @@ class RunInfo:
     overlap: str | None = field(default=None, kw_only=True)
     num_workers: int | None = field(default=None, kw_only=True)
     sharded_tables: bool | None = field(default=None, kw_only=True)
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    rejected: Mapping[str, Sequence[Any]] = field(default_factory=dict, kw_only=True)
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=_installed)
 

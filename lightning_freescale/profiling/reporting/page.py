@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_freescale._version import SITE
 from lightning_freescale.profiling.reporting.compare import compare, differences, remarks
 from lightning_freescale.profiling.reporting.document import FORMAT, VERSION, write_atomically
 
@@ -64,6 +65,7 @@ def write_page(path: str | Path, documents: Sequence[Mapping[str, Any]]) -> Path
     page = Template(_read("page.html")).substitute(
         style=_read("page.css"),
         policy=" ".join(_hash(text) for text in (script, library) if text is not None),
+        site=SITE,
         content=_element(content.encode(), 'id="content"') + series,
         library="" if library is None else _element(library.encode(), 'id="library"'),
         licence="" if library is None else _LICENCE.format(escape(_plotly_licence())),

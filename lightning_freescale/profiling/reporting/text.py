@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.reporting.verdict import PARTED, in_ms, steps_of
+from lightning_freescale.profiling.reporting.verdict import PARTED, in_ms, settled_options, steps_of
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -37,7 +37,8 @@ def summary(document: Document, brief: bool = False) -> str:
 
 def _wrapped(*sentences: str | None) -> Iterator[str]:
     for sentence in sentences:
-        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ")
+        # an address, which has hyphens, stays whole, so that terminals open it
+        yield from textwrap.wrap(sentence or "", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _incomplete(document: Document) -> str | None:
@@ -165,14 +166,18 @@ def _parted(document: Document) -> str | None:
     apart = figures["compute_imbalance"] - predicted
     slow, jitter = (split[f"{cause}_s"] / compute for cause in ("hardware", "jitter"))
     wrong = apart - slow - jitter
+    settled = settled_options(document)
     if split["method"] == "cost model" and abs(wrong) > PARTED:
+        fit = "" if "cost" in settled else ": freescale balance fit fits a cost model to this run's report.json"
         return (
             f"predicted and measured imbalance differ by {apart:.3f}, and {wrong:.3f} of it because the costs do not match the "
-            "measured times: freescale balance fit fits a cost model to this run's report.json"
+            f"measured times{fit}"
         )
     if apart <= PARTED:
         return None
-    why = f"slow ranks {slow:.3f}, jitter {jitter:.3f}" if split["method"] == "cost model" else "pass lengths to see why"
+    why = "the cause is unknown" if "lengths" in settled else "pass lengths to see why"
+    if split["method"] == "cost model":
+        why = f"slow ranks {slow:.3f}, jitter up to {jitter:.3f}"
     return f"predicted and measured imbalance differ by {apart:.3f}: {why}"
 
 
@@ -204,7 +209,7 @@ def _imbalance(document: Document) -> str | None:
     if split["method"] == "ranks":
         return f"{differ}, {in_ms(hardware)} are the same in every step, {in_ms(data + jitter)} are not"
     off = "" if split["residual"] is None else f", median error {split['residual']:.1%}"
-    causes = f"{in_ms(data)} come from the data, {in_ms(hardware)} from hardware, {in_ms(jitter)} from neither"
+    causes = f"{in_ms(data)} come from the data, {in_ms(hardware)} from hardware, up to {in_ms(jitter)} from neither"
     return f"{differ}, {causes} (by the cost model{off})"
 
 
@@ -215,7 +220,8 @@ def _slow_ranks(document: Document) -> str | None:
     named = ", ".join(f"rank {rank} takes {score:.2f}x" for rank, score in slow.items())
     if document["imbalance"]["method"] == "cost model":
         return f"{named} the time that its samples explain: the device may be slow or shared"
-    return f"{named} the time of the median rank: its device is slow, or its histories are longer (pass lengths to see which)"
+    which = "" if "lengths" in settled_options(document) else " (pass lengths to see which)"
+    return f"{named} the time of the median rank: its device is slow, or its histories are longer{which}"
 
 
 def _memory(document: Document) -> str | None:

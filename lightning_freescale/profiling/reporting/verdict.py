@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lightning_freescale._version import SITE
+
 Document = Mapping[str, Any]
 Advise = Callable[[str, str, Document], "str | None"]
 """Function from a cause, its exchange or section of host overhead, and the document to advice, or None."""
@@ -22,20 +24,22 @@ _FALLS_SHORT = 0.95
 """Ratio of the gain to the gain by the share below which compute is too short to hide the exchange."""
 _BESIDE = 0.05
 """Share of the wait below which the hidden time of an exchange is ignored, so that its rate can be stated."""
-_PAGE = "docs/how_to/read_the_report.md"
-_HOW = {
-    "data loading": "#the-loader-is-late",
-    "imbalance of data": "#histories-differ",
-    "slow hardware": "#a-rank-is-slow",
-    "uneven compute": "#compute-is-uneven",
-    "embedding exchange": "#rows-are-waited-for",
-    "dense communication": "#other-exchanges-are-waited-for",
-    "other communication": "#other-exchanges-are-waited-for",
-    "host overhead": "#the-host-is-busy",
-    "padding": "#batches-are-padded",
-    "idle device": "#the-gpu-waits-for-the-host",
+_PAGE = f"{SITE}how_to/read_the_report.html"
+_ANCHORS = {
+    "data loading": "the-loader-is-late",
+    "imbalance of data": "histories-differ",
+    "slow hardware": "a-rank-is-slow",
+    "uneven compute": "compute-is-uneven",
+    "embedding exchange": "rows-are-waited-for",
+    "dense communication": "other-exchanges-are-waited-for",
+    "other communication": "other-exchanges-are-waited-for",
+    "host overhead": "the-host-is-busy",
+    "padding": "batches-are-padded",
+    "idle device": "the-gpu-waits-for-the-host",
 }
-"""Sections of ``_PAGE`` with advice, by cause."""
+LINKS = {cause: f"{_PAGE}#{anchor}" for cause, anchor in _ANCHORS.items()}
+LINKS["waiting for peers"] = f"{SITE}report.html#waits-that-are-not-divided"
+"""Sections of the documentation with advice, by cause."""
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
 """Causes of the parts that have a single cause."""
 _ADVICE = {
@@ -45,7 +49,7 @@ _ADVICE = {
     "uneven compute": "Check for other work on the machine, or for compute that does not depend on the length of the history",
     "embedding exchange": "Exchange rows while the model computes",
     "dense communication": "Send gradients less often, or use a larger batch, which hides more",
-    "other communication": "ProfilerOptions(torch_profiler_steps=3) shows the caller",
+    "other communication": "The trace of torch.profiler shows the caller",
     "host overhead": "Reduce the work between the spans, or add spans that show what it is",
     "padding": "Pad to the longest sample of the batch, or use jagged attention, which computes no padding",
     "idle device": "Use fewer and larger kernels: a larger batch, operations on the whole batch and not on single samples, or "
@@ -97,6 +101,12 @@ def verdict_line(document: Document) -> str:
     return f"{ended}Verdict: {verdict['verdict']} Why: {verdict['why']} Next: {verdict['next']}"
 
 
+def settled_options(document: Document) -> set[str]:
+    """Return the names of the options that are on in the run, or that its measurements rejected."""
+    run = document["run"]  # reports of earlier versions lack both
+    return {*run.get("options", ()), *run.get("rejected", ())}
+
+
 def steps_of(document: Document) -> str | None:
     """Return the replayed steps as text; None if these are all steps of the report."""
     replay, status = document.get("replay"), document["status"]
@@ -143,7 +153,7 @@ def _verdict(document: Document, case: str, gain: float, advise: Advise) -> Bubb
     advice = advise(cause, about, document) or _ADVICE[cause]
     if cause == "host overhead" and _has_no_data_spans(document):
         advice = f"Iterate over batches_on(timeline, loader), which records waits for data. {advice}"
-    return BubbleVerdict(cause, gain, verdict, why, f"{advice} ({_PAGE}{_HOW[cause]}).")
+    return BubbleVerdict(cause, gain, verdict, why, f"{advice}. See {LINKS[cause]}")
 
 
 def _idle_device(document: Document, gain: float) -> BubbleVerdict:
@@ -155,7 +165,7 @@ def _idle_device(document: Document, gain: float) -> BubbleVerdict:
         f"the run would be at most {gain:.2f}x as fast.",
         f"In {document['device_idle']['steps']} steps under torch.profiler, which slows the host down, the device ran nothing "
         f"for {share:.1%} of the time beyond the bubbles.",
-        f"{_ADVICE['idle device']} ({_PAGE}{_HOW['idle device']}).",
+        f"{_ADVICE['idle device']}. See {LINKS['idle device']}",
     )
 
 
@@ -186,7 +196,7 @@ def _not_replayed(document: Document) -> BubbleVerdict:
         None,
         f"{part.replace('_', ' ').capitalize()}, {shares[part]:.1%} of the time, is the largest part that is not compute.",
         f"The steps were not replayed, so the gain without it is unknown: {why}.",
-        f"See {_PAGE}{_HOW[_PARTS[part]] if part in _PARTS else ''}.",
+        f"See {LINKS[_PARTS[part]] if part in _PARTS else _PAGE}",
     )
 
 
@@ -197,7 +207,7 @@ def _undivided(document: Document) -> BubbleVerdict:
         None,
         f"Waiting for peers, {share:.1%} of the time: for stragglers or for transfers, which could not be distinguished.",
         f"{reason[:1].upper()}{reason[1:]}.",
-        "See docs/report.md#waits-that-are-not-divided.",
+        f"See {LINKS['waiting for peers']}",
     )
 
 
@@ -216,7 +226,8 @@ def _data(document: Document, gain: float) -> _Finding:
 def _imbalance(document: Document, gain: float) -> _Finding:
     split, share = document["imbalance"] or {}, _shares_of(document)["straggler_wait"]
     parts = {cause: split.get(f"{cause}_s") or 0.0 for cause in ("data", "hardware", "jitter")}
-    differ = f"Of {in_ms(sum(parts.values()))} ms by which the slowest rank computes longer than the mean one"
+    total = sum(parts.values())
+    differ = f"Of {in_ms(total)} ms by which the slowest rank computes longer than the mean one"
     by_costs = split.get("method") == "cost model"
     largest = max(parts, key=parts.__getitem__)
     slow = {int(rank): times for rank, times in (split.get("slow_ranks") or {}).items()}
@@ -225,7 +236,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
     explained = "what its samples explain" if by_costs else "as long as the others"
     named = ", ".join(f"rank {rank} takes {times:.2f} times" for rank, times in slow.items()) + f" {explained}"
     if by_costs and largest == "data":
-        why = f"{differ}, {in_ms(parts['data'])} come from the samples: the histories that ranks draw differ."
+        why = f"{differ}, {in_ms(min(parts['data'], total))} come from the samples: the histories that ranks draw differ."
         if not slow:
             return _Finding("imbalance of data", "Straggler wait", share, why, "caused by unequal histories")
         alone = next((case["speed_up"] for case in document["what_if"] if case["name"] == "equal histories"), None)
@@ -240,7 +251,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
         return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
     why = "The ranks' compute differs from step to step, and the profiler does not know their samples."
     if by_costs:
-        why = f"{differ}, neither samples nor ranks explain {in_ms(parts['jitter'])}."
+        why = f"{differ}, neither samples nor ranks explain up to {in_ms(parts['jitter'])}."
     return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
 
 

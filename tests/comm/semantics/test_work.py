@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm.collectives.work import TransferWork
+from lightning_freescale.comm.collectives.executor import TransferWork
 from lightning_freescale.testing import run_distributed
 from tests.helpers.both_groups import SMALL, Case, Side, assert_same_as_gloo, differs, named
 from tests.helpers.comm_groups import make_group

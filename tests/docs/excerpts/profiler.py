@@ -69,5 +69,5 @@ if __name__ == "__main__":
     here = "1, accelerator='cpu', max_epochs=1, logger=False"
     page.python(globals(), devices=here)
     Path("train.py").write_text(SCRIPT), Path("main.py").write_text(CLI)
-    for command in page.text("bash").splitlines():
+    for command in page.text("bash").replace("\\\n", "").splitlines():
         _profiled(command)

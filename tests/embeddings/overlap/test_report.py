@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
-from lightning_freescale.embeddings.overlap.report import COUNTS, BagTraffic, Heat, HeatReport, OverlapReport
-from tests.helpers.bags import SUM, configs, layouts_of
+from lightning_freescale.embeddings.collections import find_collections
+from lightning_freescale.embeddings.overlap.report import (
+    COUNTS,
+    ExchangeStatistics,
+    Heat,
+    HeatReport,
+    OverlapReport,
+    bag_senders,
+)
+from lightning_freescale.embeddings.overlap.row_layout import RowLayout
+from lightning_freescale.embeddings.overlap.row_requests import RowRequest
+from lightning_freescale.embeddings.row_order import RowOrder
+from tests.helpers.bags import SUM, configs
 
 
 def test_hot_rows_are_reported_beside_the_overlap() -> None:
@@ -48,10 +63,20 @@ def test_means_are_those_since_the_totals_before() -> None:
     assert (report.tokens, report.heat.hot_near_bytes, report.heat.colliding_share) == (2.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize(("row_wise", "rank", "pooled_rows"), [(False, 0, 3), (False, 2, 6 + 3), (True, 1, 9 + 9 + 9)])
-def test_bytes_of_pooled_rows_from_other_ranks(row_wise: bool, rank: int, pooled_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("row_wise", "rank", "ids", "pooled_rows"), [(False, 0, 3, 3), (False, 2, 9, 6 + 3), (True, 1, 9, 9 + 9 + 9)]
+)
+def test_bytes_of_ids_and_pooled_rows_of_other_ranks(row_wise: bool, rank: int, ids: int, pooled_rows: int) -> None:
     """Count on four ranks; the first table has two features, so ranks 0 and 1 own the whole tables."""
-    tables = {"first": (400, 8, ["a", "b"], SUM), "second": (400, 8, ["c"], SUM)}
-    _, (layout,) = layouts_of(EmbeddingBagCollection(tables=configs(tables)), 4, row_wise)
+    bags = EmbeddingBagCollection(tables=configs({"0": (400, 8, ["a", "b"], SUM), "1": (400, 8, ["c"], SUM)}))
+    ((collection, _),) = find_collections(nn.ModuleDict({"bags": bags}))
+    rows, plan = 100 if row_wise else 400, {}
+    for table in collection.tables:
+        owners = range(4) if row_wise else [int(table.name)]
+        shards = [ShardMetadata([i * rows, 0], [rows, 8], f"rank:{owner}/cpu") for i, owner in enumerate(owners)]
+        plan[table.name] = SimpleNamespace(sharding_spec=SimpleNamespace(shards=shards))
+    layout = RowLayout.from_plan(collection, plan, {"0": RowOrder(400), "1": RowOrder(400)}, 4, torch.device("cpu"))
     features = KeyedJaggedTensor(["c", "unused", "a", "b"], torch.arange(12), lengths=torch.ones(12, dtype=torch.int32))
-    assert BagTraffic(layout, rank, 8).bytes_of(features) == pooled_rows * (4 + 2 * 4 * 8)
+    statistics = ExchangeStatistics()
+    statistics.count_lookup(RowRequest.from_lookups([features], layout, True), rank, 8, bag_senders(layout, rank))
+    assert statistics.totals()["torchrec_bytes"] == 8 * ids + pooled_rows * (4 + 2 * 4 * 8)

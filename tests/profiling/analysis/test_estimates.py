@@ -101,6 +101,34 @@ def test_noise_names_no_rank() -> None:
         assert list(split_imbalance(scores * (1 + noise * turns), np.ones((12, 3)), scores).slow) == slow
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("half", [slice(None, 50), slice(50, None)])
+def test_a_rank_that_is_slow_for_a_while_is_not_slow_hardware(known: bool, half: slice) -> None:
+    rng = np.random.default_rng(0)
+    expected = rng.uniform(1, 2, (100, 4 if known else 1)) * np.ones((100, 4))
+    compute = expected * (1 + 0.02 * rng.standard_normal((100, 4)))
+    always = compute.copy()
+    always[:, 2] *= 1.6
+    compute[half, 2] *= 1.6
+    found, lasting = (
+        split_imbalance(each, *((expected, np.array([1, 1, score, 1])) if known else ()))
+        for each, score in ((compute, 1.3), (always, 1.6))
+    )
+    assert found.slow == {} and found.scores[2] < 1.05 and found.jitter > 5 * abs(found.hardware)
+    assert list(lasting.slow) == [2] and lasting.hardware > 5 * abs(lasting.jitter)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_jitter_is_at_most_the_measured_imbalance(seed: int) -> None:
+    """Use costs and scores that explain nothing."""
+    rng = np.random.default_rng(seed)
+    compute, expected = rng.lognormal(0, 1, (2, 9, 3))
+    excess = (compute.max(axis=1) - compute.mean(axis=1)).mean()
+    for found in (split_imbalance(compute), split_imbalance(compute, expected, rng.lognormal(0, 0.3, 3))):
+        assert found.jitter <= excess * (1 + 1e-9)
+        assert found.data + found.hardware + found.jitter == pytest.approx(excess)
+
+
 def test_ranks_of_two_makes() -> None:
     """Three of eight are slow: the others are the measure. Speeds that are spread evenly name no rank."""
     even, speed = np.ones((50, 8)), np.array([1.3, 1, 1, 1.3, 1, 1.3, 1, 1])

@@ -49,7 +49,7 @@ function whatIf(body, { what_if: ideas, replay, status }) {
 const CAUSES = [
   ["data_s", "data", "Samples with higher cost. Balancing them removes this part."],
   ["hardware_s", "hardware", "Ranks that are slower in every step than their samples explain."],
-  ["jitter_s", "jitter", "Changing differences that neither explains."],
+  ["jitter_s", "jitter, up to", "Changing differences that neither explains."],
 ];
 
 function imbalance(body, found, ratio) {

@@ -3,6 +3,15 @@
 const body = (id) => document.querySelector(`#${id} .body`);
 const put = (id, ...children) => document.getElementById(id).replaceChildren(...children.filter(known));
 
+// A text in which addresses of the documentation are links.
+function linked(text) {
+  const { site } = document.getElementById("verdict").dataset, [first, ...others] = text.split(site);
+  return [first, ...others.flatMap((rest) => {
+    const [path] = rest.match(/^[\w/.#-]*/);
+    return [el("a", { href: site + path }, site + path), rest.slice(path.length)];
+  })];
+}
+
 function header({ run, status, summary, verdict, ranks: there }) {
   document.title = `${run.label}: bubble report`;
   put("label", run.label);
@@ -16,7 +25,7 @@ function header({ run, status, summary, verdict, ranks: there }) {
   const reason = (status.reason ?? "unknown reason").replace(/\.$/, "");
   put("status", status.complete ? (lost + missing).trim() || null : `Interrupted: ${reason}. The report covers ${plural(status.steps, "step")}.${lost}${missing}`);
   const told = verdict ?? { verdict: `${percent(summary.shares.compute)} of the ranks’ time was compute.` };
-  put("verdict", ...["verdict", "why", "next", "also"].filter((name) => told[name]).map((name) => el("p", { class: name }, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), told[name])));
+  put("verdict", ...["verdict", "why", "next", "also"].filter((name) => told[name]).map((name) => el("p", { class: name }, el("b", {}, `${name[0].toUpperCase()}${name.slice(1)}: `), ...linked(told[name]))));
 }
 
 function figures({ summary, overhead, balance, status }) {

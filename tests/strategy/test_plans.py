@@ -1,0 +1,117 @@
+"""Fits by plans of TorchRec's functions, unchanged: they have the results of "ddp", overlapped and with TorchRec's exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+from lightning_freescale.embeddings.collections import find_collections
+from lightning_freescale.embeddings.data_parallel import without_data_parallel
+from lightning_freescale.embeddings.shards import kernels
+from lightning_freescale.testing import run_distributed
+from tests.helpers.bags import Batch
+from tests.helpers.overlap_training import continued, departures, not_refused
+from tests.helpers.recommender import tables
+from tests.helpers.torchrec_features import (
+    BOTH,
+    BY_TORCHREC,
+    CLOSE,
+    DDP,
+    FIELDS,
+    HALF,
+    OVERLAPPED,
+    STEPS,
+    Feature,
+    Sums,
+    case,
+    outcome,
+)
+
+ALL_KINDS = case("column", cat="data", brand="data", word="grid", price="data", place="table_row")
+
+
+def test_as_under_ddp() -> None:
+    assert outcome(Feature(ALL_KINDS, BOTH)) == "equal"
+
+
+# -- data-parallel tables
+
+
+MIXED = case("row", cat="data", brand="data", price="data", max_epochs=2)
+
+
+def _continued_and_fitted_again(folder: Path) -> tuple[dict[str, list[Any]], str]:
+    ways = {"ours": (OVERLAPPED, DDP), "by ddp": (DDP, OVERLAPPED)}
+    runs = {name: continued(MIXED, str(folder / f"{name}.ckpt"), STEPS, *way) for name, way in ways.items()}
+    module = Sums()
+    again = [replace(each, make=lambda: module) for each in (MIXED, MIXED, case("row"))]
+    for each in again[:2]:
+        each.fit(OVERLAPPED)
+    with pytest.raises(ValueError, match="already sharded by another plan") as raised:
+        again[2].fit(OVERLAPPED)
+    return runs, str(raised.value)
+
+
+def test_checkpoints_and_later_fits_with_data_parallel_tables(tmp_path: Path) -> None:
+    (runs, text), *others = run_distributed(_continued_and_fitted_again, 2, tmp_path)
+    assert departures(dict.fromkeys(runs, MIXED), [runs, *(each for each, _ in others)], **CLOSE) == []
+    assert "data-parallel" in text
+
+
+def test_data_parallel_tables_on_the_meta_device_are_initialised() -> None:
+    configs = [replace(config, init_fn=partial(nn.init.constant_, val=0.5)) for config in tables()]
+    module = nn.ModuleDict({"x": EmbeddingCollection(tables=configs, device=torch.device("meta"))})
+    plan = ShardingPlan({"x": {"cat": ParameterSharding("data_parallel", "dense")}})
+    ((collection, _),) = without_data_parallel(find_collections(module), plan)
+    assert [table.name for table in collection.tables] == ["item"]
+    weights = {name: weight for name, weight in module.named_parameters() if not weight.is_meta}
+    assert {name: set(weight.flatten().tolist()) for name, weight in weights.items()} == {"x.embeddings.cat.weight": {0.5}}
+
+
+# -- fields of ParameterSharding
+
+
+class Inspected(Sums):
+    """Keeps the options of TorchRec's kernels, and the type of the results."""
+
+    def scores(self, batch: Batch) -> Tensor:
+        pooled = self.bags(batch["bags"]).values()
+        made = [kernel.emb_module for kernel in kernels(self.bags)]
+        self.seen = [(pooled.dtype, each.bounds_check_mode_int, each.optimizer_args.stochastic_rounding) for each in made]
+        return super().scores(batch)
+
+
+class Beyond(Sums):
+    def scores(self, batch: Batch) -> Tensor:
+        batch["bags"].values()[-1:] += 30  # of the last feature
+        return super().scores(batch)
+
+
+def _inspected() -> list[Any]:
+    found = []
+    for fields, way in ((FIELDS, OVERLAPPED), (FIELDS, BY_TORCHREC), (HALF, BY_TORCHREC)):
+        module = Inspected()
+        replace(case("row", fields=fields), make=lambda module=module: module).fit(way)
+        found.append(module.seen)
+    return found
+
+
+def test_kernels_receive_the_fields_of_a_plan() -> None:
+    for overlapped, by_torchrec, half in run_distributed(_inspected, 2):
+        expected = (torch.float32, BoundsCheckMode.IGNORE.value, False)
+        assert set(overlapped) == set(by_torchrec) == {expected}
+        assert {dtype for dtype, *_ in half} == {torch.float16}
+
+
+def test_ids_are_checked_in_every_mode() -> None:
+    beyond = replace(case("row", fields=FIELDS, make=Beyond), error=("feature 'word' has id", "num_embeddings=30"))
+    assert not_refused(2, {"ids": beyond}, OVERLAPPED) == []
