@@ -26,3 +26,8 @@ def sendable(text: str) -> str:
         text = f"{text[: _MOST // 2]} ... {len(text) - _MOST} characters ... {text[-_MOST // 2 :]}"
     text = text.encode(errors="backslashreplace").decode()
     return " ".join(line.strip() for line in text.splitlines())
+
+
+def a(kind: type) -> str:
+    """Return the name of a class with its article, such as "an EmbeddingBag"."""
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"

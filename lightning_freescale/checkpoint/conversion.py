@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_freescale._runtime.error_text import error_text
+from lightning_freescale._runtime.error_text import a, error_text
 from lightning_freescale._runtime.object_gather import gather_objects, together
 from lightning_freescale.checkpoint import other_programs, remote_files, sharded_folder, single_file
 from lightning_freescale.checkpoint.held_files import MANIFEST, VERSION, WHOLE
@@ -129,7 +129,7 @@ def read(checkpoint: Opened, weights_only: bool | None) -> dict[str, Any]:
     try:
         found = checkpoint.read(weights_only)
         if not isinstance(found, dict):
-            raise ValueError(f"{path} contains a {type(found).__name__}. Pass a checkpoint or a state dict.")
+            raise ValueError(f"{path} contains {a(type(found))}. Pass a checkpoint or a state dict.")
         if VERSION not in found and not checkpoint.is_sharded:
             found = other_programs.as_checkpoint(found, path, checkpoint.is_folder)
         if "state_dict" not in found:

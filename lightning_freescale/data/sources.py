@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from lightning_freescale._runtime.error_text import a
 from lightning_freescale.data.text_format import (
     STAND_IN,
     TIME_TYPES,
@@ -84,7 +85,7 @@ def _select(source: Any, wanted: list[Column]) -> pa.Table:
         wanted = list(range(len(wanted)))
     elif not hasattr(source, "__arrow_c_stream__"):
         raise TypeError(
-            f"a {type(source).__name__} is no source of interactions. Pass a path, a pandas or polars DataFrame, a "
+            f"{a(type(source))} is no source of interactions. Pass a path, a pandas or polars DataFrame, a "
             "pyarrow Table, or any object with __arrow_c_stream__"
         )
     table = source if isinstance(source, pa.Table) else pa.table(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Collection as Group
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,10 +17,9 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype, dtype_to_data_type
 
+from lightning_freescale.embeddings.collection_kinds import PLAIN, is_shardable, open_modules
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
-from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, table_name, tied_modules
-
-_KINDS = (EmbeddingCollection, EmbeddingBagCollection)
+from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, options_of, table_name, tied_modules
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Collection:
-    """An embedding collection of a module, or an ``nn.Embedding``, which is a collection of one table."""
+    """An embedding collection of a module, or a plain ``nn.Embedding`` or ``nn.EmbeddingBag``: a collection of one table."""
 
     path: str  # path in named_modules
     aliases: tuple[str, ...]  # other paths of the same collection
@@ -62,9 +61,10 @@ class Collection:
     pooled: bool  # whether it is an EmbeddingBagCollection
     managed: bool  # whether TorchRec remaps ids, so that any id has a row, and exchanges the rows, which are not known before
     need_indices: bool  # whether it returns the ids as the weights of its JaggedTensors
-    embedding: bool = False  # whether it is an nn.Embedding, see plain_embedding
+    embedding: bool = False  # whether it is a plain module, see plain_embedding
     weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
-    ties: tuple[str, ...] = ()  # modules that share the weight of the nn.Embedding, such as an output layer
+    ties: tuple[str, ...] = ()  # modules that share the weight of the plain module, such as an output layer
+    attributes: tuple[tuple[str, Any], ...] = ()  # those that TorchRec's collections do not have
     data_parallel: tuple[Table, ...] = ()  # other tables of the module, which are dense parameters, see data_parallel
 
     def names(self, inner: str) -> tuple[str, ...]:
@@ -74,6 +74,7 @@ class Collection:
     def put(self, root: nn.Module, old: nn.Module, new: Any) -> None:
         """Replace ``old`` by ``new`` everywhere in ``root``, and its weight in modules that share it."""
         replace_everywhere(root, old, new)
+        vars(new).update({**dict(self.attributes), **vars(new)})
         for path in self.ties:
             holder: Any = root.get_submodule(path)
             holder.__dict__.pop("weight", None)
@@ -102,9 +103,9 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
     """Return every collection under ``root`` that can be sharded, with its current module.
 
     The module is the user's unsharded module or the sharded module of an earlier call of the strategy. Collections inside
-    other TorchRec modules are not returned, but a collection with managed collisions is. The plain ``nn.Embedding`` modules in
-    ``embeddings`` are returned as collections. Other modules with the same weight are their aliases. A module that TorchRec
-    has sharded, or with managed collisions that cannot be sharded, is a ValueError.
+    other TorchRec modules (see :func:`.open_modules`) are not returned, but a collection with managed collisions is. The plain
+    modules in ``embeddings`` are returned as collections. Other modules with the same weight are their aliases. A module that
+    TorchRec has sharded, or with managed collisions that cannot be sharded, is a ValueError.
     """
     tables = {weight: module for module in embeddings if (weight := _embedding_weight(module)) is not None}
     paths: dict[nn.Module, list[str]] = {}
@@ -112,16 +113,12 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
         weight = _embedding_weight(module)
         paths.setdefault(module if weight is None else tables.get(weight, module), []).append(path)
     found: list[tuple[Collection, Any]] = []
-    inside: str | None = None
-    for module, (path, *aliases) in paths.items():
-        if inside is not None and path.startswith(inside):
-            continue
-        inside = None
+    opened = {module for _, module in open_modules(root)}
+    for module, (path, *aliases) in ((module, places) for module, places in paths.items() if module in opened):
         record = getattr(module, "freescale_sharding", None)
         if record is not None:
             found.append((record.collection, module))
-            inside = f"{path}." if path else ""
-        elif is_managed(module) or type(module) in _KINDS:
+        elif is_managed(module) or is_shardable(module):
             found.append((_describe(path, tuple(aliases), module), module))
         elif module in embeddings:
             ties = tuple(tied_modules(root, _embedding_weight(module)))
@@ -131,19 +128,11 @@ def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list
                 f"module {path!r} is already sharded ({type(module).__name__}). Strategy 'freescale' shards collections "
                 "itself. Pass the unsharded collection."
             )
-        if type(module).__module__.startswith("torchrec.modules.") and path:
-            inside = f"{path}."
     return found
 
 
-def unsupported_collections(root: nn.Module, found: Sequence[tuple[Collection, Any]]) -> list[str]:
-    """Return the paths of collections that :func:`find_collections` did not return: subclasses and inner collections."""
-    shardable = {inner for _, module in found for inner in module.modules()}
-    return [path for path, module in root.named_modules() if isinstance(module, _KINDS) and module not in shardable]
-
-
 def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace ``old`` by ``new`` everywhere in ``root``, and each ``nn.Embedding`` with the weight of ``old``."""
+    """Replace ``old`` by ``new`` everywhere in ``root``, and each plain module with the weight of ``old``."""
     weight = _embedding_weight(old)
     for parent in list(root.modules()):
         for name, child in parent._modules.items():
@@ -152,7 +141,7 @@ def replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _embedding_weight(module: nn.Module | None) -> nn.Parameter | None:
-    return module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+    return module._parameters.get("weight") if isinstance(module, PLAIN) else None
 
 
 def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
@@ -187,19 +176,23 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
         )
         for c in configs
     )
+    plain = vars(build(tables=configs))
+    attributes = tuple(item for item in vars(module).items() if item[0] not in plain)
     wide = [replace(config, embedding_dim=table.kernel_dim) for config, table in zip(configs, tables)]
     builders = partial(build, tables=configs), partial(build, tables=wide)
-    return Collection(path, aliases, *builders, tables, sharder, pooled, managed, need_indices, weighted=weighted)
+    given = (path, aliases, *builders, tables, sharder, pooled, managed, need_indices)
+    return Collection(*given, weighted=weighted, attributes=attributes)
 
 
 def _describe_embedding(path: str, aliases: tuple[str, ...], ties: tuple[str, ...], module: Any) -> Collection:
-    rows, dim, padding = module.num_embeddings, module.embedding_dim, module.padding_idx
+    rows, dim, options = module.num_embeddings, module.embedding_dim, options_of(module)
+    plain, padding = getattr(nn, options.pop("class")), options.get("padding_idx")
     dtype = module._parameters["weight"].dtype
     data_type = dtype_to_data_type(dtype)
     table = Table(table_name(path), f"{path}.weight", rows, dim, (path,), nn.init.normal_, padding, data_type=data_type)
     builders = (
-        partial(nn.Embedding, rows, dim, padding_idx=padding, device=torch.device("meta"), dtype=dtype),
+        partial(plain, rows, dim, device=torch.device("meta"), dtype=dtype, **options),
         partial(as_collection, path, rows, table.kernel_dim, data_type),
     )
-    given = (path, aliases, *builders, (table,), EmbeddingSharder(dim, padding))
+    given = (path, aliases, *builders, (table,), EmbeddingSharder(dim=dim, **options))
     return Collection(*given, pooled=False, managed=False, need_indices=False, embedding=True, ties=ties)

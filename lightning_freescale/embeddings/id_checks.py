@@ -59,7 +59,7 @@ class LookupChecks:
     def __init__(self, collection: Collection, optimizers: Mapping[str, TableOptimizer]) -> None:
         self.ids = not collection.managed  # managed collisions have a row for any id
         self.enabled = True  # the overlap engine disables the checks and checks lookups itself
-        self._path = collection.path
+        self._path, self._weighted = collection.path, collection.weighted
         self._tables = {feature: table for table in collection.tables for feature in table.features}
         self._limits: dict[tuple[str, ...], Tensor] = {}
         self._stateful = sorted({o.fused_class.__name__ for o in optimizers.values() if o.fused_class is not torch.optim.SGD})
@@ -72,7 +72,7 @@ class LookupChecks:
         """Check a lookup before it runs."""
         if not self.enabled:
             return
-        features = args[0] if args else kwargs.get("features")
+        features: Any = args[0] if args else kwargs.get("features")
         if self._fixed and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
             raise ValueError(
                 f"collection {self._path!r}: TorchRec's exchange does not support features with variable batch sizes "
@@ -81,6 +81,11 @@ class LookupChecks:
             )
         if self.ids:
             self.check_ids(features)
+        if self._weighted and torch.is_grad_enabled() and features.weights().requires_grad:
+            raise ValueError(
+                f"collection {self._path!r}: the weights of its ids need a gradient, for example those of a feature processor, "
+                "but TorchRec's exchange computes none. Remove overlap='torchrec', or detach the weights."
+            )
         self.lookups += torch.is_grad_enabled()
         if self.lookups > 1 and self._stateful and not self._warned:
             self._warned = True

@@ -21,6 +21,8 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, ManagedCollisionModule, MCHManagedCollisionModule
 
+from lightning_freescale._runtime.error_text import a
+
 _KNOWN = (MCHManagedCollisionModule, HashZchManagedCollisionModule)
 _OWNERS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, ManagedCollisionModule)
 
@@ -40,13 +42,13 @@ def refuse_unshardable(path: str, module: Any) -> None:
         )
     inner = module._embedding_module
     if type(inner) is not EmbeddingCollection:
-        raise ValueError(f"{because} its collection is a {type(inner).__name__}. Use a plain torchrec.EmbeddingCollection.")
+        raise ValueError(f"{because} its collection is {a(type(inner))}. Use a plain torchrec.EmbeddingCollection.")
     seen: dict[str, str] = {}
     for config in inner.embedding_configs():
         mc_module = mc_modules(module)[config.name]
         if type(mc_module) not in _KNOWN:
             raise ValueError(
-                f"{because} the map of table {config.name!r} is a {type(mc_module).__name__}. Use one of "
+                f"{because} the map of table {config.name!r} is {a(type(mc_module))}. Use one of "
                 f"{[kind.__name__ for kind in _KNOWN]}."
             )
         for feature in config.feature_names:

@@ -1,48 +1,48 @@
-"""Sharding of plain ``nn.Embedding`` modules.
+"""Sharding of plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules.
 
-A sharded ``nn.Embedding`` is TorchRec's EmbeddingCollection of one table with the interface of the plain module. The user's
-code does not change: the module accepts ids of any shape and returns rows, and the weight keeps its name.
+A sharded plain module is TorchRec's EmbeddingCollection of one table with the interface of the plain module. The user's code
+does not change, and the weight keeps its name. Both kinds look up the row of each id, and a bag pools the rows on its rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.modules.embedding_configs import DataType
 from typing_extensions import override
 
+from lightning_freescale._runtime.error_text import a
 from lightning_freescale.embeddings.catalogue_weight import CatalogueWeight
+from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING, PLAIN, open_modules, own_methods
 
-LARGE_EMBEDDING = 1_000_000
-"""The number of elements from which ``shard="auto"`` shards a table. With 4 MB, DDP's reduction of the gradient is slow."""
+Plain: TypeAlias = "nn.Embedding | nn.EmbeddingBag"
 
 
 class EmbeddingChoice(NamedTuple):
-    """The ``nn.Embedding`` modules of a module, by path."""
+    """The plain modules of a module, by path."""
 
-    chosen: dict[str, nn.Embedding]  # modules to shard
-    left: dict[str, nn.Embedding]  # large modules that are not sharded but could be
+    chosen: dict[str, Plain]  # modules to shard
+    left: dict[str, Plain]  # large modules that are not sharded but could be
     unshardable: dict[str, str]  # reasons why large modules cannot be sharded
 
 
 def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | None) -> EmbeddingChoice:
-    """Choose the ``nn.Embedding`` modules under ``root``, unsharded or sharded earlier, to shard.
+    """Choose the plain modules under ``root``, unsharded or sharded earlier, to shard.
 
     ``shard`` has paths, or is ``"auto"`` for modules with at least :data:`LARGE_EMBEDDING` elements. The function raises a
-    ValueError if there is no ``nn.Embedding`` at a path, or if the sharded module would not be equivalent.
+    ValueError if there is no plain module at a path, or if the sharded module would not be equivalent.
     """
-    plain = _plain_embeddings(root)
+    plain = {path: module for path, module in open_modules(root) if isinstance(module, PLAIN)}
     tables = _tables(plain)
     obstacles = {path: _obstacle_of_table(root, tied) for path, tied in tables.items()}
-    firsts = {path: plain[path] for path in tables}
-    large = {path: module for path, module in firsts.items() if module.num_embeddings * module.embedding_dim >= LARGE_EMBEDDING}
+    large = {path: plain[path] for path in tables if plain[path].num_embeddings * plain[path].embedding_dim >= LARGE_EMBEDDING}
     free = {path: module for path, module in large.items() if obstacles[path] is None}
     unshardable = {path: reason for path in large if (reason := obstacles[path]) is not None}
     if shard is None or shard == "auto":
@@ -53,7 +53,7 @@ def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | 
         module = held.get(given)
         if hasattr(module, "freescale_sharding"):  # sharded by an earlier fit
             continue
-        path = first_path.get(module) if isinstance(module, nn.Embedding) else None
+        path = first_path.get(module) if isinstance(module, PLAIN) else None
         if path is None:
             raise ValueError(f"FreeScaleStrategy(shard=[{given!r}]): {_missing(given, held, plain)}")
         if (reason := obstacles[path]) is not None:
@@ -62,23 +62,18 @@ def choose_embeddings(root: nn.Module, shard: Sequence[str] | Literal["auto"] | 
     return EmbeddingChoice(chosen, {}, {})
 
 
-def _plain_embeddings(root: nn.Module) -> dict[str, nn.Embedding]:
-    found: dict[str, nn.Embedding] = {}
-    inside: str | None = None
-    for path, module in root.named_modules():
-        if inside is not None and path.startswith(inside):
-            continue
-        inside = f"{path}." if type(module).__module__.startswith("torchrec.") and path else None
-        if isinstance(module, nn.Embedding):
-            found[path] = module
-    return found
+def options_of(module: Plain) -> dict[str, Any]:
+    """Return torch's class of a plain module, and the options that its results depend on."""
+    if isinstance(module, nn.Embedding):
+        return {"class": "Embedding", "padding_idx": module.padding_idx}
+    return {"class": "EmbeddingBag", "mode": module.mode, "include_last_offset": module.include_last_offset}
 
 
-def _tables(plain: Mapping[str, nn.Embedding]) -> dict[str, dict[str, nn.Embedding]]:
+def _tables(plain: Mapping[str, Plain]) -> dict[str, dict[str, Plain]]:
     """Return the modules of each table, by the first path. Modules with a common weight look up the same table."""
-    found: dict[tuple[int, int | None], dict[str, nn.Embedding]] = {}
+    found: dict[tuple[int, str], dict[str, Plain]] = {}
     for path, module in plain.items():
-        key = id(_weight_of(module) if _weight_of(module) is not None else module), module.padding_idx
+        key = id(_weight_of(module) if _weight_of(module) is not None else module), f"{options_of(module)}"
         found.setdefault(key, {})[path] = module
     return {next(iter(tied)): tied for tied in found.values()}
 
@@ -88,22 +83,22 @@ def _weight_of(module: nn.Module) -> nn.Parameter | None:
 
 
 def tied_modules(root: nn.Module, weight: nn.Parameter | None) -> list[str]:
-    """Return the paths of other modules under ``root`` with the weight of an ``nn.Embedding``, such as an output layer."""
+    """Return the paths of other modules under ``root`` with the weight of a plain module, such as an output layer."""
     held = root.named_modules(remove_duplicate=False)
-    return [path for path, module in held if _weight_of(module) is weight is not None and not isinstance(module, nn.Embedding)]
+    return [path for path, module in held if _weight_of(module) is weight is not None and not isinstance(module, PLAIN)]
 
 
-def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, nn.Embedding]) -> str:
-    choices = f"The nn.Embedding modules are {[*plain]}."
+def _missing(path: str, held: Mapping[str, nn.Module], plain: Mapping[str, Plain]) -> str:
+    choices = f"The nn.Embedding and nn.EmbeddingBag modules are {[*plain]}."
     if path not in held:
         near = get_close_matches(path, plain, n=1)
         return f"the module has no {path!r}. {f'Did you mean {near[0]!r}?' if near else choices}"
-    if isinstance(held[path], nn.Embedding):
+    if isinstance(held[path], PLAIN):
         return f"{path!r} belongs to a module of TorchRec, which is sharded as a whole. Remove it from shard=."
-    return f"{path!r} is a {type(held[path]).__name__} and not an nn.Embedding. {choices}"
+    return f"{path!r} is {a(type(held[path]))} and neither an nn.Embedding nor an nn.EmbeddingBag. {choices}"
 
 
-def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str | None:
+def _obstacle_of_table(root: nn.Module, tied: Mapping[str, Plain]) -> str | None:
     """Return why a sharded table would not be equivalent to the modules of one weight, with a fix; None if it would be."""
     shared = len(tied) > 1 or any(tied_modules(root, _weight_of(module)) for module in tied.values())
     if shared and any(module.weight.is_meta for module in tied.values()):
@@ -112,13 +107,16 @@ def _obstacle_of_table(root: nn.Module, tied: Mapping[str, nn.Embedding]) -> str
     return next((reason for reason in obstacles if reason is not None), None)
 
 
-def _obstacle(path: str, module: nn.Embedding) -> str | None:
+def _obstacle(path: str, module: Plain) -> str | None:
     """Return a feature of ``module`` that a sharded table does not support, with a fix; None if there is none."""
-    kind, weight, own = type(module), module._parameters.get("weight"), _own_methods(module)
+    kind, weight = options_of(module)["class"], _weight_of(module)
+    own = own_methods(module, getattr(nn, kind))
     if own - {"reset_parameters"} or weight is None:
-        return f"{path!r} is a {kind.__name__}, which overrides {sorted(own)}. Use a plain nn.Embedding"
+        return f"{path!r} is {a(type(module))}, which overrides {sorted(own)}. Use a plain nn.{kind}"
     if own and weight.is_meta:
-        return f"{path!r} is a {kind.__name__} on the meta device with its own reset_parameters. Build it on the CPU"
+        return f"{path!r} is {a(type(module))} on the meta device with its own reset_parameters. Build it on the CPU"
+    if isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None:
+        return f"{path!r} has padding_idx={module.padding_idx}, which a sharded bag would not omit. Leave these ids out"
     if module.max_norm is not None:
         return f"{path!r} has max_norm={module.max_norm!r}, which changes rows during the lookup. Build it without max_norm"
     if module.scale_grad_by_freq:
@@ -130,23 +128,19 @@ def _obstacle(path: str, module: nn.Embedding) -> str | None:
     return None
 
 
-def _other_use(root: nn.Module, path: str, module: nn.Embedding, tied: Mapping[str, nn.Embedding]) -> str | None:
+def _other_use(root: nn.Module, path: str, module: Plain, tied: Mapping[str, Plain]) -> str | None:
     """Return an unsupported use of the weight of ``module`` outside of ``tied``, with a fix; None if there is none."""
     for holder, other in root.named_modules():
         for name, parameter in other.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is module.weight and other not in tied.values():
                 also = f"the weight of {path!r} is also {(f'{holder}.{name}' if holder else name)!r}"
-                if isinstance(other, nn.Embedding) and other.padding_idx != module.padding_idx:
-                    return f"{also}, but padding_idx is {module.padding_idx} and {other.padding_idx}. Use one padding_idx"
-                if isinstance(other, nn.Embedding) or name != "weight":
+                mine, others = options_of(module), options_of(other) if isinstance(other, PLAIN) else {}
+                if others and (differing := [option for option in mine if mine[option] != others.get(option)]):
+                    first = differing[0]
+                    return f"{also}, but {first} is {mine[first]} and {others[first]}. Use one {first}"
+                if isinstance(other, PLAIN) or name != "weight":
                     return f"{also}, and only a module that has it as its 'weight' can share it. Rename or untie it"
     return None
-
-
-def _own_methods(module: nn.Embedding) -> set[str]:
-    classes = type(module).__mro__[: type(module).__mro__.index(nn.Embedding)]
-    defined = [item for each in (module, *classes) for item in vars(each).items()]
-    return {name for name, value in defined if isinstance(value, (FunctionType, MethodType, property))} - {"__init__"}
 
 
 class EmbeddingIds(KeyedJaggedTensor):
@@ -166,7 +160,7 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
     The caller may change the result of a call in place. The row ``padding_idx`` gets no gradient.
     """
 
-    def __init__(self, module: EmbeddingCollection, *arguments: Any, dim: int, padding_idx: int | None, **options: Any) -> None:
+    def __init__(self, module: Any, *arguments: Any, dim: int, padding_idx: int | None = None, **options: Any) -> None:
         super().__init__(module, *arguments, **options)
         (config,) = module.embedding_configs()
         (self.path,) = config.feature_names
@@ -181,12 +175,12 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
         self._register_load_state_dict_pre_hook(ShardedEmbedding._rename_loaded, with_module=True)
 
     @override
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids``, integers of any shape, as ``[*ids.shape, dim]``, in the dtype of the weight."""
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"embedding {self.path!r} got a {type(ids).__name__}. Pass a tensor of ids.")
-        found = super().__call__(EmbeddingIds(self.path, ids))[self.path].values().to(self._parameters["weight"].dtype)
-        return rows_of_ids(found, ids, self.embedding_dim, self.padding_idx)
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return the rows of ids, integers of any shape, as ``[*input.shape, dim]``, in the dtype of the weight."""
+        if not isinstance(input, Tensor):
+            raise TypeError(f"embedding {self.path!r} got {a(type(input))}. Pass a tensor of ids.")
+        found = super().__call__(EmbeddingIds(self.path, input))[self.path].values().to(self._parameters["weight"].dtype)
+        return rows_of_ids(found, input, self.embedding_dim, self.padding_idx)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -215,16 +209,32 @@ class ShardedEmbedding(ShardedEmbeddingCollection):
             state[f"{prefix}weight"] = state.pop(f"{prefix}{module._table_key}")
 
 
-class EmbeddingSharder(EmbeddingCollectionSharder):
-    """A sharder that builds a :class:`ShardedEmbedding` from a result of :func:`as_collection`."""
+class ShardedEmbeddingBag(ShardedEmbedding):
+    """A :class:`ShardedEmbedding` with the interface of an ``nn.EmbeddingBag``."""
 
-    def __init__(self, dim: int, padding_idx: int | None) -> None:
+    def __init__(self, *arguments: Any, mode: str, include_last_offset: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @override
+    def __call__(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the pooled rows of each bag, shape ``[bags, dim]``."""
+        rows = super().__call__(input).view(-1, self.embedding_dim)
+        places = torch.arange(len(rows), dtype=input.dtype, device=input.device).view(input.shape)
+        options: Any = {"per_sample_weights": per_sample_weights, "include_last_offset": self.include_last_offset}
+        return F.embedding_bag(places, rows, offsets, mode=self.mode, **options)
+
+
+class EmbeddingSharder(EmbeddingCollectionSharder):
+    """A sharder that builds the sharded module of a plain module with ``options`` from a result of :func:`as_collection`."""
+
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.dim, self.padding_idx = dim, padding_idx
+        self._kind, self._options = ShardedEmbeddingBag if "mode" in options else ShardedEmbedding, options
 
     @override
     def shard(self, module: EmbeddingCollection, params: Any, env: Any, device: Any = None, module_fqn: Any = None) -> Any:
-        return ShardedEmbedding(module, params, env, self.fused_params, device, dim=self.dim, padding_idx=self.padding_idx)
+        return self._kind(module, params, env, self.fused_params, device, **self._options)
 
 
 def table_name(path: str) -> str:
@@ -234,7 +244,7 @@ def table_name(path: str) -> str:
 
 
 def as_collection(path: str, rows: int, dim: int, data_type: DataType = DataType.FP32) -> EmbeddingCollection:
-    """Return an EmbeddingCollection of one table for the ``nn.Embedding`` at ``path``, on the meta device."""
+    """Return an EmbeddingCollection of one table for the plain module at ``path``, on the meta device."""
     config = EmbeddingConfig(
         name=table_name(path), num_embeddings=rows, embedding_dim=dim, data_type=data_type, feature_names=[path]
     )

@@ -59,14 +59,14 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
         dedup: send each row once per rank and step. Without it, results are bitwise those of plain TorchRec. With it, they
             differ by the order of summation.
-        ids_of: a function that returns the ids which the model will look up in a batch: a ``KeyedJaggedTensor`` (for an
-            ``nn.Embedding`` the tensor of ids), a list of them for several lookups in a step, or a mapping from paths of
+        ids_of: a function that returns the ids which the model will look up in a batch: a ``KeyedJaggedTensor`` (for a
+            plain embedding the tensor of ids), a list of them for several lookups in a step, or a mapping from paths of
             collections to either. It must not change the batch, which is as the loader returns it. For collections that it
             leaves out, the strategy searches the batch. Mispredicted ids are fetched again; results are unaffected. ``ids_of``
             takes precedence over a method ``embedding_ids(batch)`` of the LightningModule.
-        shard: plain ``nn.Embedding`` modules to shard as well, by their paths in the LightningModule, such as
-            ``["item_emb"]``. They are called and saved as before. ``"auto"`` shards all modules with at least a million values
-            and logs those that cannot be sharded. The default is none.
+        shard: plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules to shard as well, by their paths in the LightningModule,
+            such as ``["item_emb"]``. They are called and saved as before. ``"auto"`` shards all modules with at least a million
+            values and logs those that cannot be sharded. The default is none.
         split_backward: with ``overlap``, compute the gradients of the dense weights last in backward, while the gradients of
             the rows are sent. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         hot_rows: which rows are hot. A hot row that several ranks of a node request crosses the network once per step, and so

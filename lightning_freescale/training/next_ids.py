@@ -12,6 +12,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from lightning_freescale._lightning.loops import Movable, rank_zero_info, rank_zero_warn
+from lightning_freescale._runtime.error_text import a
 from lightning_freescale.embeddings.id_prediction import GivesUp, Probe
 from lightning_freescale.embeddings.overlap import OverlapEngine
 from lightning_freescale.embeddings.plain_embedding import EmbeddingIds
@@ -61,7 +62,7 @@ class IdsFunction:
             returned = {self.overlapped[0]: returned}
         if not isinstance(returned, Mapping):
             raise TypeError(
-                f"{self.name} returned a {type(returned).__name__}. Return the KeyedJaggedTensor that the model will look up "
+                f"{self.name} returned {a(type(returned))}. Return the KeyedJaggedTensor that the model will look up "
                 "(the tensor for an nn.Embedding), or a list with one per lookup. For several collections, return a mapping "
                 f"from the paths {self.overlapped}."
             )
@@ -81,7 +82,7 @@ class IdsFunction:
             return EmbeddingIds(path, ids)
         if path in self.embeddings or not isinstance(ids, KeyedJaggedTensor):
             wanted = "the tensor of ids" if path in self.embeddings else "a KeyedJaggedTensor"
-            raise TypeError(f"{self.name} returned a {type(ids).__name__} for {path!r}. Return {wanted}.")
+            raise TypeError(f"{self.name} returned {a(type(ids))} for {path!r}. Return {wanted}.")
         return ids
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
-"""Which plain ``nn.Embedding`` modules to shard, see :func:`.choose_embeddings`."""
+"""Which plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules to shard, see :func:`.choose_embeddings`."""
 
 
 class TableStrategy:
@@ -205,19 +205,20 @@ def collections_of(module: nn.Module | None, shard: Shard, plan: Any = None, war
 
     Tables that ``plan`` makes data-parallel are not included.
 
-    With ``warn``, warn about collections that cannot be sharded, and log if there are none. ``advise`` is the name of the
-    strategy in messages about large ``nn.Embedding`` modules that it shards or could shard, or empty for no messages.
+    With ``warn``, warn about collections that cannot be sharded, refuse large ones, and log if there are none. ``advise`` is
+    the name of the strategy in messages about large plain modules that it shards or could shard, or empty for no messages.
     """
     found: Found = []
     if module is not None and (find_spec("torchrec") is not None or shard):
-        from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+        from lightning_freescale.embeddings.collection_kinds import check_replicas
+        from lightning_freescale.embeddings.collections import find_collections
         from lightning_freescale.embeddings.data_parallel import without_data_parallel
         from lightning_freescale.embeddings.plain_embedding import choose_embeddings
 
         choice = choose_embeddings(module, shard)
         found = find_collections(module, set(choice.chosen.values()))
-        for path in unsupported_collections(module, found) if warn else ():
-            rank_zero_warn(f"embedding collection {path!r} has a type that cannot be sharded. It is replicated as with 'ddp'")
+        for text in check_replicas(module, {each for _, held in found for each in held.modules()}) if warn else ():
+            rank_zero_warn(text)
         if advise:
             _log_embeddings(choice, shard, found, advise)
         found = without_data_parallel(found, plan)
@@ -227,13 +228,13 @@ def collections_of(module: nn.Module | None, shard: Shard, plan: Any = None, war
 
 
 def _log_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strategy: str) -> None:
-    """Log which large ``nn.Embedding`` modules could be sharded, or which ones ``shard="auto"`` shards."""
-    from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
+    """Log which large plain modules could be sharded, or which ones ``shard="auto"`` shards."""
+    from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING
 
     sizes = {path: f"{path!r} ({e.num_embeddings} x {e.embedding_dim})" for path, e in (choice.chosen | choice.left).items()}
     if choice.left:
         rank_zero_info(
-            f"strategy 'freescale': nn.Embedding {', '.join(sizes.values())} is replicated on every rank, and every step "
+            f"strategy 'freescale': embedding {', '.join(sizes.values())} is replicated on every rank, and every step "
             f"reduces its dense gradient. To shard it, pass {strategy}(shard={[*sizes]!r}) or shard='auto'"
         )
     if shard == "auto":
@@ -241,10 +242,10 @@ def _log_embeddings(choice: EmbeddingChoice, shard: Shard, found: Found, strateg
             rank_zero_info(f"strategy 'freescale': shard='auto' shards {', '.join(sizes.values())}")
         elif not any(c.embedding for c, _ in found):  # otherwise an earlier fit has sharded them
             rank_zero_info(
-                f"strategy 'freescale': shard='auto' finds no nn.Embedding with {LARGE_EMBEDDING} or more values to shard"
+                f"strategy 'freescale': shard='auto' finds no plain embedding with {LARGE_EMBEDDING} or more values to shard"
             )
         for reason in choice.unshardable.values():
-            rank_zero_info(f"strategy 'freescale': shard='auto' does not shard an nn.Embedding: {reason}")
+            rank_zero_info(f"strategy 'freescale': shard='auto' does not shard an embedding: {reason}")
 
 
 @contextmanager

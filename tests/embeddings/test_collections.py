@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn.utils import parametrize
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 
-from lightning_freescale.embeddings.collections import find_collections, unsupported_collections
+from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING, check_replicas
+from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.plain_embedding import (
-    LARGE_EMBEDDING,
     EmbeddingIds,
     as_collection,
     choose_embeddings,
@@ -28,16 +31,31 @@ ROWS = LARGE_EMBEDDING // 8
 
 
 class Own(EmbeddingCollection):
-    """A subclass of a collection."""
+    """A subclass that changes only how the collection is built."""
+
+    def __init__(self) -> None:
+        super().__init__(tables=tables())
+        self.width = 8
 
 
-def _bags(weighted: bool = False) -> EmbeddingBagCollection:
-    config = EmbeddingBagConfig(name="bag", num_embeddings=5, embedding_dim=4, feature_names=["history"])
-    return EmbeddingBagCollection(tables=[config], is_weighted=weighted)
+class Doubled(EmbeddingBagCollection):
+    def forward(self, features: Any) -> Any:
+        return super().forward(features).values() * 2
+
+
+class Gated(EmbeddingBagCollection):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = nn.Parameter(torch.ones(3))
+
+
+def _bags(rows: int = 5, kind: Any = EmbeddingBagCollection, **options: Any) -> Any:
+    config = EmbeddingBagConfig(name="bag", num_embeddings=rows, embedding_dim=4, feature_names=["history"])
+    return kind(tables=[config], **options)
 
 
 class Root(nn.Module):
-    """A module that has a collection twice, and some collections that cannot be sharded."""
+    """A module that has a collection twice, and collections of all kinds that can be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,21 +63,54 @@ class Root(nn.Module):
         self.bags = _bags()
         self.again = nn.ModuleList([self.items])
         self.managed = managed_collection()
-        self.own = Own(tables=tables())
+        self.own = Own()
         positions = PositionWeightedModuleCollection({"history": 3})
-        self.processed = FeatureProcessedEmbeddingBagCollection(_bags(weighted=True), positions)
+        self.processed = FeatureProcessedEmbeddingBagCollection(_bags(is_weighted=True), positions)
 
 
 def test_every_collection_is_found_once_with_all_its_places() -> None:
     root = Root()
     found = {collection.path: collection for collection, _ in find_collections(root)}
-    assert list(found) == ["items", "bags", "managed"]
+    assert list(found) == ["items", "bags", "managed", "own", "processed._embedding_bag_collection"]
     assert found["items"].names("embeddings") == ("items.embeddings", "again.0.embeddings")
     managed = [f"managed._embedding_module.embeddings.{name}.weight" for name in ("item", "user")]
     assert [table.key for table in found["managed"].tables] == managed
-    kinds = [(c.pooled, c.managed, c.need_indices) for c in found.values()]
+    kinds = [(c.pooled, c.managed, c.need_indices) for c in found.values()][:3]
     assert kinds == [(False, False, True), (True, False, False), (False, True, False)]
-    assert unsupported_collections(root, find_collections(root)) == ["own", "processed._embedding_bag_collection"]
+    assert [dict(c.attributes) for c in found.values()] == [{}, {}, {}, {"width": 8}, {}]
+    assert check_replicas(root, _held(root)) == []
+
+
+def _held(root: nn.Module, paths: Any = ()) -> set[nn.Module]:
+    embeddings = set(choose_embeddings(root, paths).chosen.values())
+    return {each for _, module in find_collections(root, embeddings) for each in module.modules()}
+
+
+REPLICATED: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "another forward": (lambda rows: _bags(rows, Doubled), r"Doubled with {} values, which overrides or adds \['forward'\]"),
+    "a parameter": (lambda rows: _bags(rows, Gated), r"Gated with {} values, which overrides or adds \['gate'\]"),
+    "pruned": (lambda rows: ITEPEmbeddingBagCollection(_bags(rows), nn.Module()), "ITEPEmbeddingBagCollection with {} values"),
+    "fused": (
+        lambda rows: _bags(rows, FusedEmbeddingBagCollection, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}),
+        "FusedEmbeddingBagCollection with {} values",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REPLICATED)
+def test_other_collections_are_replicated_if_small_and_refused_if_large(kind: str) -> None:
+    make, text = REPLICATED[kind]
+    for rows in (5, LARGE_EMBEDDING // 4):
+        root, values = nn.ModuleDict({"net": nn.ModuleDict({"own": make(rows)})}), 4 * rows + 3 * (kind == "a parameter")
+        expected = f"embedding collection 'net.own' is an? {text.format(values)}.*cannot be sharded. "
+        if rows == 5:
+            (found,) = check_replicas(root, _held(root))
+            assert re.match(f"{expected}It is replicated as with 'ddp'", found)
+        else:
+            with pytest.raises(ValueError, match=f"{expected}Every rank .*Use torchrec.EmbeddingCollection or"):
+                check_replicas(root, _held(root))
+    if kind == "another forward":
+        assert check_replicas(root, _held(root, ["net.own.embedding_bags.bag"])) == []
 
 
 def test_a_collection_by_itself_has_names_without_a_path() -> None:
@@ -98,11 +149,16 @@ def test_only_those_named_are_collections() -> None:
 
 def test_auto_takes_the_large_ones_that_can_be_sharded() -> None:
     root = Module()
-    assert choose_embeddings(root, "auto").chosen.keys() == {"tower.item_emb"}
-    assert choose_embeddings(root, None).left.keys() == {"tower.item_emb"} and not choose_embeddings(root, None).chosen
+    assert choose_embeddings(root, "auto").chosen.keys() == {"tower.item_emb", "bag"}
+    assert choose_embeddings(root, None).left.keys() == {"tower.item_emb", "bag"} and not choose_embeddings(root, None).chosen
     root.tower.item_emb.max_norm = 1.0
+    root.bag.padding_idx = 3
     choice = choose_embeddings(root, "auto")
-    assert choice.chosen == {} and "max_norm=1.0" in choice.unshardable["tower.item_emb"]
+    assert (
+        choice.chosen == {}
+        and "padding_idx=3" in choice.unshardable["bag"]
+        and "max_norm=1.0" in choice.unshardable["tower.item_emb"]
+    )
     assert choose_embeddings(root, None).left == {}
 
 
@@ -125,7 +181,7 @@ def _changed(act: Callable[[Any], Any]) -> nn.Embedding:
     return embedding
 
 
-MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
+MADE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "max_norm": (lambda: nn.Embedding(10, 8, max_norm=2.0), "max_norm=2.0"),
     "by frequency": (lambda: nn.Embedding(10, 8, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
     "own forward": (lambda: OwnForward(10, 8), r"OwnForward.*\['forward'\]"),
@@ -143,6 +199,10 @@ MADE: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
     "own init": (lambda: OwnInit(10, 8), ""),
     "sparse": (lambda: nn.Embedding(10, 8, sparse=True), ""),
     "width": (lambda: nn.Embedding(10, 6), ""),
+    "bag": (lambda: nn.EmbeddingBag(10, 6, sparse=True), ""),
+    "bag with padding": (lambda: nn.EmbeddingBag(10, 8, padding_idx=3), "padding_idx=3"),
+    "bag by frequency": (lambda: nn.EmbeddingBag(10, 8, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
+    "bag with a norm": (lambda: nn.EmbeddingBag(10, 8, max_norm=1.0), "max_norm=1.0"),
 }
 
 
@@ -163,10 +223,11 @@ def test_embeddings_that_would_not_be_the_same_are_refused(kind: str) -> None:
         assert choose_embeddings(root, ["emb"]).chosen == {"emb": root.emb}
 
 
-TIED: dict[str, tuple[Callable[[], nn.Embedding], str]] = {
+TIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "same": (lambda: nn.Embedding(10, 8, padding_idx=0), ""),
     "padding": (lambda: nn.Embedding(10, 8), "'emb' is also 'again.weight', but padding_idx is 0 and None"),
-    "own forward": (lambda: OwnForward(10, 8, padding_idx=0), r"'again' is a OwnForward.*\['forward'\]"),
+    "own forward": (lambda: OwnForward(10, 8, padding_idx=0), r"'again' is an OwnForward.*\['forward'\]"),
+    "a bag": (lambda: nn.EmbeddingBag(10, 8), "'again.weight', but class is Embedding and EmbeddingBag. Use one class"),
     "on meta": (lambda: nn.Embedding(10, 8, padding_idx=0, device="meta"), r"\['emb', 'again'\].*meta"),
 }
 
@@ -201,10 +262,9 @@ def test_two_embeddings_of_one_weight_are_one_table(kind: str) -> None:
     ("path", "parts"),
     [
         ("tower.item_embs", r"'tower.item_embs'.*'tower.item_emb'\?"),
-        ("zzz", r"'zzz'.*\['tower.item_emb', 'user_emb'\]"),
+        ("zzz", r"'zzz'.*\['tower.item_emb', 'user_emb', 'bag'\]"),
         ("head", "'head' is a Linear"),
-        ("bag", "'bag' is a EmbeddingBag"),
-        ("collection", "'collection' is a EmbeddingCollection"),
+        ("collection", "'collection' is an EmbeddingCollection"),
         ("collection.embeddings.t", "'collection.embeddings.t' belongs to a module of TorchRec"),
     ],
 )

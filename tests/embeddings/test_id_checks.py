@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.id_checks import LookupChecks
+from tests.helpers.bags import WEIGHTED, configs
 from tests.helpers.pretended_gpu import GPU, PretendedGPU
 from tests.helpers.recommender import tables
 
@@ -33,3 +34,14 @@ def test_on_a_gpu_ids_are_checked_there_and_the_host_does_not_wait() -> None:
                 with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):
                     checks.check_ids(features)
     assert not gpu.waits
+
+
+def test_weights_that_need_a_gradient_are_refused_where_torchrec_exchanges() -> None:
+    bags = EmbeddingBagCollection(tables=configs(WEIGHTED), is_weighted=True)
+    ((collection, _),) = find_collections(nn.ModuleDict({"bags": bags}))
+    ids, lengths, weights = torch.tensor([3, 4]), torch.tensor([1, 1]), torch.ones(2, requires_grad=True)
+    checks, features = LookupChecks(collection, {}), KeyedJaggedTensor(["price", "place"], ids, weights, lengths)
+    with pytest.raises(ValueError, match=r"'bags': the weights .* gradient.* overlap='torchrec'"):
+        checks(bags, (features,), {})
+    with torch.no_grad():
+        checks(bags, (features,), {})

@@ -84,7 +84,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         (ManagedCollisionEmbeddingCollection(own_tables, maps), "OwnTables"),
         (
             ManagedCollisionEmbeddingCollection(inner, ManagedCollisionCollection(own_map, configs)),
-            "'item' is a OwnManager",
+            "'item' is an OwnManager",
         ),
         (_bag(), "ManagedCollisionEmbeddingBagCollection"),
         (maps, "ManagedCollisionCollection"),

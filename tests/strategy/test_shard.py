@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
+from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING
 from lightning_freescale.testing import run_distributed
 from tests.helpers.overlap_training import Case, assert_same, compared, continued, departures
 from tests.helpers.plain_embeddings import ITEMS, SHARDED, PlainModel, plain_loader
@@ -173,6 +173,7 @@ class OnMeta(PlainModel):
         super().__init__("adagrad")
         self.encoder.item_emb = nn.Embedding(ITEMS, DIM, padding_idx=ITEMS - 3, device="meta")
         self.kind_emb.requires_grad_(False)
+        self.bag = nn.EmbeddingBag(ITEMS, DIM, device="meta")
 
 
 def _on_meta() -> Any:
@@ -180,7 +181,7 @@ def _on_meta() -> Any:
     module, states = OnMeta(), []
     before = module.kind_emb.weight.clone()
     for options in ({"max_steps": 0}, {}):
-        fitting = _trainer(**options)
+        fitting = _trainer(FreeScaleStrategy(shard=[*SHARDED, "bag"]), **options)
         fitting.fit(module, plain_loader(STEPS))
         states.append(whole_state(fitting))
     return before, *states
@@ -190,7 +191,7 @@ def test_on_the_meta_device_it_is_drawn_as_torch_draws_it() -> None:
     before, initial, after = run_distributed(_on_meta, 2)[0]
     drawn = initial[ITEM_EMB]
     assert not drawn[ITEMS - 3].any() and (drawn.abs().sum(dim=1) > 0).sum() == ITEMS - 1
-    assert 0.8 < drawn[: ITEMS - 3].std() < 1.2
+    assert all(0.8 < values.std() < 1.2 for values in (drawn[: ITEMS - 3], initial["bag.weight"]))
     assert not torch.equal(drawn[:10], drawn[25:35])
     assert not torch.equal(after[ITEM_EMB], drawn)
     assert torch.equal(after["kind_emb.weight"], before), "a frozen one does not move"
@@ -268,7 +269,7 @@ def test_large_embeddings_are_named_or_taken(caplog: pytest.LogCaptureFixture) -
     assert "replicated on every rank" not in named[0] and "shard='auto'" not in named[0]
     assert "shards 'word_emb' (125000 x 8)" in auto[0] and "'renorm_emb' has max_norm=1.0" in auto[0]
     assert named[1] == auto[1] == [*["Embedding"] * 4, "ShardedEmbedding"]
-    assert f"shard='auto' finds no nn.Embedding with {LARGE_EMBEDDING}" in none[0]
+    assert f"shard='auto' finds no plain embedding with {LARGE_EMBEDDING}" in none[0]
     assert left[0].count("'word_emb' (125000 x 8)") == 1 and "shard=['word_emb']" in left[0]
     assert set(left[1]) == {"Embedding"}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.embeddings.plain_embedding import LARGE_EMBEDDING
+from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING
 from tests.helpers.recommender import trainer
 
 DIM, LENGTH, SAMPLES, STEPS = 8, 10, 8, 50
