@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
+from dataclasses import astuple
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -19,10 +21,11 @@ from torch.utils.data import Dataset
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.balance import BalanceReport, CostModel, predict
 from lightning_freescale.balance.calibration import Calibration
+from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
 from lightning_freescale.strategy import balance_monitor
-from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes, PredictedAndMeasured
+from lightning_freescale.strategy.tuning.cost_calibrator import ComputeTimes, PredictedAndMeasured, SlowRanks
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import StopAt, trainer
 from tests.strategy.test_balance_monitor import Kept, LogsAll
@@ -121,8 +124,25 @@ def test_the_default_is_planned_by_the_fit_from_the_next_epoch_on() -> None:
 
 
 def test_a_slow_rank_is_reported() -> None:
-    reported = run_distributed(lambda: _fit(slow=1), 2)[0]
-    assert any("rank 1 takes 1.5" in each and "slow or shared?" in each for each in reported["warnings"])
+    warned = "\n".join(run_distributed(lambda: _fit(slow=1), 2)[0]["warnings"])
+    found = re.findall(r"in two epochs, rank 1 took (\S+) times .* Is its device slow or shared\?", warned)
+    assert [float(times) for times in found] == [pytest.approx(1.5, abs=0.05)]
+
+
+@pytest.mark.parametrize("slow_in", [[0], [1], [0, 2], [1, 2], [0, 1, 2, 3]])
+def test_a_rank_is_slow_hardware_if_it_is_slow_in_two_consecutive_epochs(slow_in: list[int]) -> None:
+    found, rng, reported, rows = SlowRanks(), np.random.default_rng(0), [], []
+    for epoch in range(4):
+        sums = sample_features(rng.integers(1, 100, (20, 2, 8))).sum(axis=2)
+        seconds = (BASE + sums @ astuple(TRUE)) * (1 + 0.01 * rng.standard_normal((20, 2)))
+        seconds[:, 1] *= 1.5 if epoch in slow_in else 1.0
+        for window in (slice(0, 10), slice(10, 20)):
+            rows.append((sums[window], seconds[window]))
+            found.add_steps(epoch, *rows[-1])
+            all_sums, all_seconds = (np.concatenate(values) for values in zip(*rows))
+            fit = CostModel.fit(all_sums.reshape(-1, 4), all_seconds.ravel(), np.arange(all_seconds.size) % 2)
+            reported += [(epoch, rank) for rank in found.newly_found(fit)]
+    assert reported == [(epoch, 1) for epoch in slow_in if epoch - 1 in slow_in][:1]
 
 
 def _advised(path: str) -> list[tuple[BalanceReport, BalanceReport, float]]:

@@ -173,7 +173,7 @@ class OverlapReport:
             f"embedding exchange: {hidden:.0%} of its {1e3 * total:.1f} ms per step hidden, {1e3 * self.exposed_s:.1f} ms "
             f"waited for; collision rate {self.collision_rate:.0%}; {moved / 1e6:.3g} MB sent per step "
             f"({self.colliding_bytes / 1e6:.3g} waited for{crossed}), plain TorchRec {self.torchrec_bytes / 1e6:.3g}; "
-            f"{others:.0f} lookups of unexpected ids"
+            f"{others:.0f} lookups of unexpected ids (normal in the first step of an epoch)"
         )
 
 

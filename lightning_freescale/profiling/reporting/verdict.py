@@ -251,7 +251,7 @@ def _imbalance(document: Document, gain: float) -> _Finding:
         return _Finding("slow hardware", "Straggler wait", share, why, "caused by slow ranks")
     why = "The ranks' compute differs from step to step, and the profiler does not know their samples."
     if by_costs:
-        why = f"{differ}, neither samples nor ranks explain up to {in_ms(parts['jitter'])}."
+        why = f"{differ}, up to {in_ms(parts['jitter'])} come from neither the samples nor slow ranks."
     return _Finding("uneven compute", "Straggler wait", share, why, "caused by uneven compute")
 
 

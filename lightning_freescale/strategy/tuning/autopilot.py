@@ -198,12 +198,12 @@ class Autopilot:
             chosen = found.best
             self._count(chosen, found)
         progress.kept = candidates[chosen]
-        self._tries = ""
+        checks, self._tries = self._tries == _CHECK, ""
         # changes that were not compared with the initial values are still to be checked
         unchecked = progress.kept not in (progress.start, progress.checked)
         is_left = unchecked or (bool(progress.untried) and not self._is_enough())
         begin = self._try_next(last) if self._target is not None and is_left else self._freeze(last)
-        self._log(candidates, chosen, found, begin)
+        self._log(candidates, chosen, found, begin, checks)
 
     def _count(self, chosen: int, found: SettingComparison) -> None:
         """Count the trial. If a value was kept, try settings again that were rejected before, because they may help now."""
@@ -260,21 +260,20 @@ class Autopilot:
         return f"FreeScaleStrategy(target_bubble_reduction={self._target:g})"
 
     def _text(self, values: Values) -> str:
-        if self._target is None:
-            return str(values[MICRO_BATCHES])
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
-    def _log(self, candidates: list[Values], chosen: int, found: SettingComparison, begin: Place) -> None:
+    def _log(self, candidates: list[Values], chosen: int, found: SettingComparison, begin: Place, checks: bool) -> None:
         def differing(values: Values) -> str:
             names = [name for name in self._settings if len({str(each[name]) for each in candidates}) > 1]
             return self._text({name: values[name] for name in names})
 
         progress = self._progress
-        times = ", ".join(f"{1000 * time:.1f} ms with {differing(each)}" for each, time in zip(candidates, found.seconds))
+        names = [differing(each) for each in candidates]
+        times = ", ".join(f"{1000 * time:.1f} ms with {name}" for name, time in zip(names, found.seconds))
         scalars = {f"freescale/{name}": float(value) for name, value in progress.kept.items()}
-        text = (
-            f"{self._option}: {differing(candidates[chosen])} from step {begin[1]} of epoch {begin[0]} on; a step took {times}"
-        )
+        text = f"{self._option}: {names[chosen]} from step {begin[1]} of epoch {begin[0]} on; a step took {times}"
+        if reason := found.explain(chosen, names, checks):
+            text += f"; {reason}"
         if self._target is not None:
             before, after = found.bubble(), found.bubble(chosen)
             text += (

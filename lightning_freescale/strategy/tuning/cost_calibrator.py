@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_freescale.balance.calibration import Calibration, imbalance_by_tr
 from lightning_freescale.balance.cost import CostFit, CostModel
 from lightning_freescale.data.map_style import MapStyleData, Refit
 from lightning_freescale.profiling.analysis.breakdown import attribute
+from lightning_freescale.profiling.analysis.imbalance import split_imbalance
 from lightning_freescale.profiling.recording.records import StepRecord, resolve
 from lightning_freescale.profiling.recording.timeline import Timeline
 
@@ -30,6 +32,7 @@ LAG = 3  # newest steps on a device that wait for the next exchange, because the
 COMPARED_STEPS = 4  # steps on which two cost models are compared
 
 _KEPT = 32  # steps whose records are kept
+_JUDGED = 200  # newest steps of an epoch that show whether a rank is slow
 
 
 class ComputeTimes:
@@ -109,6 +112,32 @@ class PredictedAndMeasured:
         )
 
 
+class SlowRanks:
+    """Finds ranks that take longer than their samples explain in two consecutive epochs, each judged by its own steps."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[tuple[Any, Any]]] = defaultdict(lambda: deque(maxlen=_JUDGED))
+        self._found: set[int] = set()
+
+    def add_steps(self, epoch: int, sums: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
+        """Add measured steps of an epoch: shapes ``[steps, ranks, 4]`` and ``[steps, ranks]``."""
+        self._steps[epoch].extend(zip(sums, seconds))
+        self._steps.pop(epoch - 2, None)
+
+    def newly_found(self, fit: CostFit) -> dict[int, float]:
+        """Return the slowness of each rank that was not found before, in the epoch in which it is less slow."""
+        if len(self._steps) < 2:
+            return {}
+        before, now = (self._slow_in(epoch, fit) for epoch in self._steps)
+        found = {rank: min(before[rank], now[rank]) for rank in before.keys() & now.keys() - self._found}
+        self._found |= found.keys()
+        return found
+
+    def _slow_in(self, epoch: int, fit: CostFit) -> dict[int, float]:
+        sums, seconds = (np.array(values) for values in zip(*self._steps[epoch]))
+        return split_imbalance(seconds, fit.base + sums @ np.array(astuple(fit.model)), fit.slowness).slow
+
+
 class CostCalibrator:
     """Measures the compute time of every rank, fits costs on rank 0, and uses the fit for planning if it predicts better."""
 
@@ -121,7 +150,7 @@ class CostCalibrator:
         self._rows: list[tuple[int, NDArray[np.float64]]] = []  # epoch; features, planned cost
         self._found = PredictedAndMeasured()
         self._logged_fit = False
-        self._reported_slow: set[int] = set()
+        self._slow_ranks = SlowRanks()
         self.stopped = self._costs.costs_are_final
         """Whether measuring has ended."""
 
@@ -182,6 +211,7 @@ class CostCalibrator:
             measured = (np.array(epochs) == epoch) & (seconds > 0).all(axis=1)
             if measured.any():
                 self._found.add_steps(epoch, rows[measured, :, 4], seconds[measured])
+                self._slow_ranks.add_steps(epoch, rows[measured, :, :4], seconds[measured])
         return self._calibration.add_window(rows[..., :4], seconds)
 
     def _imbalances(self, fit: CostFit, sampler: Any) -> tuple[float, float]:
@@ -209,17 +239,18 @@ class CostCalibrator:
         log_scalars(self.trainer, scalars)
         if self._calibration.improved and not self._logged_fit:
             self._logged_fit = True
+            short = CostModel(*(float(f"{value:.4g}") for value in astuple(fit.model)))
             rank_zero_info(
-                f"strategy 'freescale': {fit.model} + {fit.base:.2g} s per step predicts compute times better than the current "
-                f"costs, with a median error of {fit.residual:.1%} over {fit.observations} times. It is used from epoch "
-                f"{sampler.epoch + 1} on. According to it, the current plan has imbalance {imbalance_current:.3f} and a plan "
-                f"made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass cost=CostModel()"
+                f"strategy 'freescale': {short} + {fit.base:.2g} s per step predicts compute times better than the current "
+                f"costs, with a median error of {fit.residual:.1%} over {fit.observations} compute times, one per rank and "
+                f"step. It is used from epoch {sampler.epoch + 1} on. According to it, the current plan has imbalance "
+                f"{imbalance_current:.3f} and a plan made with it {imbalance_fitted:.3f}. For bitwise repeatable runs pass "
+                "cost=CostModel()"
             )
         if self._calibration.frozen:
             rank_zero_info(f"strategy 'freescale': the costs are final. Measuring has ended: {self._found}")
-        for rank, times in fit.slow_ranks().items():
-            if rank not in self._reported_slow:
-                self._reported_slow.add(rank)
-                rank_zero_warn(
-                    f"rank {rank} takes {times:.2f} times as long as its samples explain. Is its device slow or shared?"
-                )
+        for rank, times in self._slow_ranks.newly_found(fit).items():
+            rank_zero_warn(
+                f"in two epochs, rank {rank} took {times:.2f} times as long as its samples explain. Is its device slow or "
+                "shared?"
+            )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any, TypeAlias
 
 from lightning_freescale.profiling.recording.records import Clock
@@ -32,6 +33,8 @@ class SettingComparison:
     saved: list[float]  # median time that each candidate saves, over pairs of steps
     agreeing: list[float]  # share of the pairs in which each candidate is faster
     compute: float  # median compute time of a step with the first candidate
+    pairs: int  # number of pairs of steps of each candidate
+    spread: float  # largest distance between the quartiles of a candidate's step times
 
     @property
     def best(self) -> int:
@@ -42,6 +45,24 @@ class SettingComparison:
             if saved > WORTH_IT * self.seconds[0] and self.agreeing[index] >= AGREEING
         ]
         return max(worth_it, key=lambda index: self.saved[index], default=0)
+
+    def explain(self, chosen: int, names: Sequence[str], checks: bool) -> str:
+        """Return why the candidate with the lowest median time was not chosen; empty if it was.
+
+        ``names`` are those of the candidates. With ``checks``, any saving is enough.
+        """
+        fastest = min(range(len(self.seconds)), key=self.seconds.__getitem__)
+        if fastest == chosen:
+            return ""
+        judged = fastest or chosen
+        pairs = "" if checks else f" ({math.ceil(AGREEING * self.pairs)} needed)"
+        least = "more than 0" if checks else f"{1e3 * WORTH_IT * self.seconds[0]:.1f}"
+        more = "" if chosen in (0, judged) else f"; {names[chosen]} saves {1e3 * self.saved[chosen]:.1f}"
+        return (
+            f"{names[judged]} was faster than {names[0]} in {round(self.agreeing[judged] * self.pairs)} of {self.pairs} pairs "
+            f"of steps{pairs}, by {1e3 * self.saved[judged]:.1f} ms in the median ({least} needed{more}), and the step times "
+            f"of one value spread by {1e3 * self.spread:.1f} ms"
+        )
 
     def lost(self, index: int = 0) -> float:
         """Return the seconds of a step with a candidate beyond the compute time of the first candidate.
@@ -141,6 +162,8 @@ def compare(ranks: Sequence[Measurements]) -> SettingComparison:
         saved=[median(each) for each in saved],
         agreeing=[fmean(float(one > 0) for one in each) for each in saved],
         compute=median(compute) if compute else 0.0,
+        pairs=len(seconds[0]),
+        spread=max(end - start for start, _, end in map(quantiles, seconds)),
     )
 
 

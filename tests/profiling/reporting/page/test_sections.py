@@ -57,7 +57,7 @@ def test_tables_and_bars_of_a_run(show):
     assert [line[2:] for line in table] == [["1.25x", "1.50x"], ["1.00x", "1.50x"], ["0.98x", "1.50x"], ["-", "-"]]
     assert table[0][0].endswith("; a note") and table[3][0].endswith(IDEAS[3]["note"]) and table[3][1] == "left out"
     assert table[2][0].endswith("slow down compute"), "a case of earlier versions"
-    assert _legend(page, "imbalance") == ["data 60.0 % 6.00 ms", "hardware 30.0 % 3.00 ms", "jitter 10.0 % 1.00 ms"]
+    assert _legend(page, "imbalance") == ["data 60.0 % 6.00 ms", "hardware 30.0 % 3.00 ms", "jitter, up to 10.0 % 1.00 ms"]
     text = words(page, "#imbalance .body")
     assert "10.0 ms longer" in text and "rank 3 takes 1.30 times" in text and "by rank" in text
     assert "wait for peers" not in page.evaluate("document.querySelector('main').textContent")
