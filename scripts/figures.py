@@ -93,7 +93,7 @@ class Table(string.Formatter):
         if factor is not None:
             value, format_spec = value * factor, format_spec[1:]
         shown = super().format_field(value, format_spec)
-        if not any(digit in shown for digit in "123456789"):
+        if not isinstance(value, str) and not any(digit in shown for digit in "123456789"):
             shown = shown.replace("-", "")  # zero has no sign
         return shown[:-1] + " %" if format_spec.endswith("%") else shown
 

@@ -58,5 +58,5 @@ def _head(run: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     return ", ".join([run["commit"], run["date"], *other])
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _cell(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"

@@ -95,7 +95,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "ladder_8": {"figures": {"reduction": 0.9514, "lost": -0.0001, "speed_up": 2.178}, "measured_on": MEASURED_ON},
         "ladder_2": {"figures": {"speed_up": 2.0}, "measured_on": MEASURED_ON},
         "later": {
-            "figures": {"heavy-1.1_mean": 0.5},
+            "figures": {"heavy-1.1_mean": 0.5, "a row-wise table": "refused: row-wise"},
             "measured_on": later,
             "earlier": [later | {"processor": "Another", "figures": {"other": 1.5}}],
         },
@@ -166,6 +166,7 @@ ABC, DEF = (f"commit {commit}, 2026-01-31, 2 cores of A Processor" for commit in
         ("{ladder_8.speed_up:.1f} and {ladder_2.speed_up:.1f}, {where}", "ladder_8 ladder_2", f"2.2 and 2.0, {ABC}"),
         ("{where}", "ladder_8 ladder_2 later", f"{ABC}; {DEF}"),
         ("{later.where}, {later.heavy-1.1_mean:.1f}", "ladder_8 later", f"{DEF}, 0.5"),
+        ("{a row-wise table}", "later", "refused: row-wise"),
     ],
 )
 def test_how_figures_are_shown(repository: Path, template: str, names: str, shown: str) -> None:

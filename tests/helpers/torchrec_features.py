@@ -166,6 +166,9 @@ TABLE_FEATURES: dict[str, Feature] = {
     "data_parallel, validation": Feature(
         replace(case("row", cat="data", brand="data"), validation=lambda: bag_loader(2, salt=7))
     ),
+    "tables of FP16": Feature(
+        case("row", make=partial(Sums, data_type=DataType.FP16)), [{**OVERLAPPED, "dedup": False}], BY_TORCHREC, ROUNDED
+    ),
     "fields of plans": Feature(case("row", fields=FIELDS), BOTH),
     "output_dtype=FP16": Feature(replace(case("row", fields=HALF), error=("'item'", "'bags'", "output_dtype=FP16", "wire="))),
     "output_dtype=FP16, TorchRec's exchange": Feature(case("row", fields=HALF), [BY_TORCHREC], close=ROUNDED),
