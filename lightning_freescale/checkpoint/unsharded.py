@@ -73,11 +73,13 @@ def loaded_module_state(
         for prefix in remapping.prefixes:
             found = {name: whole[prefix + name] for name in remapping.tensors() if prefix + name in whole}
             remapping.load(materialized(found))
-    states = [
-        (collection.names(name), value) for collection, held in tables.modules for name, value in held.state_dict().items()
-    ]
-    dense = {table.key for collection, _ in tables.modules for table in collection.data_parallel}
-    held = {name: value for names, value in states if names[0] not in dense for name in names}
+    held = {
+        name: value
+        for collection, sharded in tables.modules
+        for key, value in sharded.state_dict().items()
+        if (names := collection.names(key))[0] not in collection.data_parallel
+        for name in names
+    }
     return loaded_state(module, tables, tables.shards(), whole, held, strict)
 
 

@@ -65,7 +65,7 @@ class Collection:
     weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
     ties: tuple[str, ...] = ()  # modules that share the weight of the plain module, such as an output layer
     attributes: tuple[tuple[str, Any], ...] = ()  # those that TorchRec's collections do not have
-    data_parallel: tuple[Table, ...] = ()  # other tables of the module, which are dense parameters, see data_parallel
+    data_parallel: Group[str] = frozenset()  # keys of the module's tables that are dense parameters, see data_parallel.py
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
@@ -90,13 +90,13 @@ class Collection:
 
         Data-parallel tables are not included.
         """
-        prefix, dense = f"{self.path}." if self.path else "", {table.key for table in self.data_parallel}
+        prefix = f"{self.path}." if self.path else ""
         found = {prefix + name: weight for name, weight in module.named_parameters(remove_duplicate=False)}
-        return {key: weight for key, weight in found.items() if key not in dense}
+        return {key: weight for key, weight in found.items() if key not in self.data_parallel}
 
-    def holder(self, module: nn.Module, table: Table) -> Any:
-        """Return the module with the weight of a table in ``module``, which is at ``path``."""
-        return module.get_submodule(table.key.removesuffix(".weight").removeprefix(self.path).removeprefix("."))
+    def holder(self, module: nn.Module, key: str) -> Any:
+        """Return the module that holds the weight of a table in ``module``, which is at ``path``."""
+        return module.get_submodule(key.removesuffix(".weight").removeprefix(self.path).removeprefix("."))
 
 
 def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list[tuple[Collection, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection as Group
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedTensor
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from lightning_freescale.embeddings.collections import Collection, Table
+from lightning_freescale.embeddings.collections import Collection
 
 
 def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) -> list[tuple[Collection, Any]]:
@@ -27,71 +27,65 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
     for collection, module in found:
         planned: Any = plan.plan.get(collection.path, {}) if isinstance(plan, ShardingPlan) else {}
         names = {name for name, each in planned.items() if each.sharding_type == "data_parallel" and not collection.managed}
-        if hasattr(module, "freescale_sharding"):
-            if planned and names != {table.name for table in collection.data_parallel}:
-                raise ValueError(
-                    f"the sharding plan makes tables {sorted(names)} of collection {collection.path!r} data-parallel, but the "
-                    "collection is already sharded by another plan. To use the new plan, save a checkpoint and load it into a "
-                    "new module."
-                )
-        elif names:
-            whole = tuple(table for table in collection.tables if table.name in names)
-            for table in whole:
-                _initialise(table, collection.holder(module, table))
-            tables = tuple(table for table in collection.tables if table.name not in names)
-            build = partial(_with_tables, collection.torchrec, {table.name for table in tables})
-            collection = replace(collection, tables=tables, torchrec=build, data_parallel=whole)
+        if planned and hasattr(module, "freescale_sharding") and names != {_name(key) for key in collection.data_parallel}:
+            raise ValueError(
+                f"collection {collection.path!r} is already sharded by another plan, with other data-parallel tables than "
+                f"{sorted(names)}. To use the new plan, save a checkpoint and load it into a new module."
+            )
+        whole = [table for table in collection.tables if table.name in names]
+        for table in whole:
+            holder = collection.holder(module, table.key)
+            if holder.weight.is_meta:
+                weight = torch.empty(table.rows, table.dim, dtype=table.dtype)
+                table.init(weight)
+                holder.weight = nn.Parameter(weight, holder.weight.requires_grad)
+        if whole:
+            tables = tuple(table for table in collection.tables if table not in whole)
+            build = partial(_with_tables, collection.torchrec, [table.name for table in tables])
+            keys = frozenset(table.key for table in whole)
+            collection = replace(collection, tables=tables, torchrec=build, data_parallel=keys)
         if collection.tables:
             rest.append((collection, module))
     return rest
 
 
 def share_data_parallel(collection: Collection, module: Any, other: Any) -> None:
-    """Make ``other``, an unsharded copy of ``module`` or a part of it, use the data-parallel weights of ``module``."""
-    for table in collection.data_parallel:
-        collection.holder(other, table).weight = collection.holder(module, table).weight
+    """Make ``other``, a copy of ``module`` or of a part of it, use the data-parallel weights of ``module``."""
+    for key in collection.data_parallel:
+        collection.holder(other, key).weight = collection.holder(module, key).weight
 
 
 def add_data_parallel(collection: Collection, original: Any, module: Any) -> None:
     """Add the data-parallel tables of ``original`` to ``module``, TorchRec's sharded module of the other tables."""
-    if not collection.data_parallel:
-        return
-    part = _with_tables(collection.blueprint, {table.name for table in collection.data_parallel})
-    share_data_parallel(collection, original, part)
-    for table in collection.data_parallel:
-        holder: Any = module.embedding_bags if collection.pooled else module.embeddings
-        holder[table.name] = collection.holder(part, table)
-    module.register_forward_hook(_AddResults(collection, part), with_kwargs=True)
+    if collection.data_parallel:
+        part = _with_tables(collection.blueprint, [_name(key) for key in collection.data_parallel])
+        share_data_parallel(collection, original, part)
+        for key in collection.data_parallel:
+            (module.embedding_bags if collection.pooled else module.embeddings)[_name(key)] = collection.holder(part, key)
+        module.register_forward_hook(_AddResults(collection, part), with_kwargs=True)
 
 
 class _AddResults:
     """Adds the results of data-parallel tables to those of a sharded module, in the order of the unsharded module."""
 
-    def __init__(self, collection: Collection, part: nn.Module) -> None:
-        configs, kept = _configs(collection.blueprint()), _configs(collection.torchrec())
-        self._part, self._pooled = part, collection.pooled
-        self._names = _names(configs)
-        self._own = [_names(kept), _names(_configs(part))]  # without the tables of the other, a name may lack "@table"
-        whole = {table.name for table in collection.data_parallel}
-        self._is_whole = [config.name in whole for config in configs for _ in config.feature_names]
+    def __init__(self, collection: Collection, part: Any) -> None:
+        # without the tables of the other module, a name may lack "@table"
+        configs = [_configs(each) for each in (collection.blueprint(), collection.torchrec(), part)]
+        self._names, *self._own = ([*chain(*get_embedding_names_by_table(each))] for each in configs)
+        added = [config.name for config in configs[2]]
+        self._is_added = [config.name in added for config in configs[0] for _ in config.feature_names]
+        self._part = part
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         outputs = output, self._part(*args, **kwargs)
         results = [iter([each[name] for name in names]) for each, names in zip(outputs, self._own)]
-        found = [next(results[is_whole]) for is_whole in self._is_whole]
-        if self._pooled:
+        found = [next(results[is_added]) for is_added in self._is_added]
+        if isinstance(output, KeyedTensor):
             return KeyedTensor(self._names, [each.shape[1] for each in found], torch.cat(found, dim=1))
         return dict(zip(self._names, found))
 
 
-def _initialise(table: Table, holder: Any) -> None:
-    if holder.weight.is_meta:
-        holder.weight = nn.Parameter(torch.empty(table.rows, table.dim, dtype=table.dtype), holder.weight.requires_grad)
-        with torch.no_grad():
-            table.init(holder.weight)
-
-
-def _with_tables(build: Any, names: Group[str]) -> Any:
+def _with_tables(build: Any, names: list[str]) -> Any:
     whole, device = build(), torch.device("meta")
     configs = [config for config in _configs(whole) if config.name in names]
     if isinstance(whole, EmbeddingCollection):
@@ -103,5 +97,5 @@ def _configs(module: Any) -> Any:
     return module.embedding_configs() if isinstance(module, EmbeddingCollection) else module.embedding_bag_configs()
 
 
-def _names(configs: Any) -> list[str]:
-    return [name for names in get_embedding_names_by_table(configs) for name in names]
+def _name(key: str) -> str:
+    return key.split(".")[-2]

@@ -155,26 +155,18 @@ def check_plan(
 def _check_options(collection: Collection, table: Table, planned: Any, overlap: bool) -> None:
     kind, kernel, output = planned.sharding_type, planned.compute_kernel, planned.output_dtype
     given = f"the sharding plan gives table {table.name!r} of embedding collection {collection.path!r}"
-    if collection.managed and kind != "row_wise":
-        raise ValueError(
-            f"{given} sharding_type={kind!r}, but TorchRec shards tables with managed collisions only row-wise. Use row_wise."
-        )
-    if not collection.pooled and kind not in _OF_SEQUENCES:
-        raise ValueError(
-            f"{given} sharding_type={kind!r}, but TorchRec shards tables of an EmbeddingCollection only {_OF_SEQUENCES}. Use "
-            "one of these types."
-        )
+    of, types = ("managed collisions", _OF_SEQUENCES[:1]) if collection.managed else ("an EmbeddingCollection", _OF_SEQUENCES)
+    if not collection.pooled and kind not in types:
+        raise ValueError(f"{given} sharding_type={kind!r}, but TorchRec shards tables of {of} only as {', '.join(types)}.")
     if collection.managed and kernel == "fused_uvm_caching":
         raise ValueError(
             f'{given} compute_kernel={kernel!r}, but its cache would keep the rows of evicted ids. Use "fused" or "fused_uvm".'
         )
-    if kind == "data_parallel":
+    if kernel not in _FUSED or kind == "data_parallel":
         raise ValueError(
-            f"the planner gives table {table.name!r} of embedding collection {collection.path!r} sharding_type={kind!r}, but "
-            "only a finished plan can do so. Pass the planner's plan, plan=planner.plan(module, sharders)."
+            f"{given} sharding_type={kind!r} and compute_kernel={kernel!r}, but fused kernels update the tables. Use one of "
+            f"the compute kernels {_FUSED}. For data_parallel, pass the planner's plan, plan=planner.plan(module, sharders)."
         )
-    if kernel not in _FUSED:
-        raise ValueError(f"{given} compute_kernel={kernel!r}, but fused kernels update the tables. Use one of {_FUSED}.")
     if overlap and not collection.managed and output not in (None, DataType.FP32):
         raise ValueError(
             f"{given} output_dtype={output.name}, but an overlapped exchange returns FP32. Convert the results in the module, "
