@@ -141,7 +141,7 @@ def fit_report(document: Mapping[str, Any]) -> ReportFit:
     """Fit a cost model to the valid contents of a report.json of a :class:`~lightning_freescale.BubbleProfiler`.
 
     Raises:
-        ValueError: The report holds no history lengths, or has too few steps.
+        ValueError: The report holds no history lengths, has too few steps, or its times do not follow the lengths.
     """
     series = document["series"]
     sums = np.array(series.get("features") or [], dtype=np.float64)
@@ -158,6 +158,11 @@ def fit_report(document: Mapping[str, Any]) -> ReportFit:
     if steps * ranks < _MIN_TIMES:
         raise ValueError(f"the report has only {steps} steps of {ranks} ranks with compute times. Profile more steps.")
     fit = CostModel.fit(sums.reshape(-1, 4), seconds.ravel(), np.tile(np.arange(ranks), steps))
+    if fit.residual >= 1:
+        raise ValueError(
+            f"the compute times of {steps} steps do not follow the lengths: the median error of the fit is {fit.residual:.0%}, "
+            "because other work disturbed the steps. Profile more steps on an idle machine, or longer steps."
+        )
     explained = fit.slowness * (fit.base + sums @ np.array(astuple(fit.model)))
     by_fit, measured = (float(each.max(axis=1).sum() / each.mean(axis=1).sum()) for each in (explained, seconds))
     return ReportFit(fit, steps, ranks, document["summary"].get("predicted_imbalance"), by_fit, measured)

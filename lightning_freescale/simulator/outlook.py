@@ -51,7 +51,7 @@ class Outlook:
         step: Wall time of a step in seconds.
         bubble: Share of the ranks' time in which they do not compute.
         speed_up: End-to-end speed-up over plain.
-        removed: Removed share of plain's bubble time.
+        removed: Removed share of plain's bubble time; -1 if the bubble is at least twice as long.
         limit: Maximum speed-up of any technique, 1 / (1 - b) for the bubble b of plain.
     """
 
@@ -176,12 +176,12 @@ def _outlook(ranks: int, name: str, techniques: Techniques, plain: Floats, this:
 
 
 def _derived(plain: Floats, this: Floats) -> dict[str, Floats]:
-    lost, left = plain[:, 0] - plain[:, 1], this[:, 0] - this[:, 1]
+    lost, left = (np.maximum(found[:, 0] - found[:, 1], 0.0) for found in (plain, this))  # below 0 by rounding only
     return {
         "step": this[:, 0],
         "bubble": left / this[:, 0],
         "speed_up": plain[:, 0] / this[:, 0],
-        "removed": 1 - left / np.maximum(lost, 1e-300),
+        "removed": np.clip((lost - left) / np.maximum(lost, 1e-300), -1.0, 1.0),
         "limit": plain[:, 0] / plain[:, 1],
     }
 
@@ -225,5 +225,6 @@ def _ratio(of: Quantity) -> str:
 
 
 def _interval(of: Quantity, spec: str, factor: float = 1.0) -> str:
-    value, low, high = (spec.format(factor * number) for number in (of.value, of.low, of.high))
+    # -0.0 % is 0.0 %
+    value, low, high = (spec.format(round(factor * number, 3) + 0.0) for number in (of.value, of.low, of.high))
     return value if low == high else f"{value} ({low} - {high})"

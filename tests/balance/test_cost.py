@@ -175,6 +175,10 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert model.quadratic == pytest.approx(found.fit.model.quadratic, rel=1e-3)
 
 
+NOISE = np.zeros((40, 2, len(PART_NAMES)))
+NOISE[..., PART_NAMES.index("forward")] = 10.0 ** np.random.default_rng(0).uniform(-4, 0, (40, 2))
+
+
 @pytest.mark.parametrize(
     ("document", "facts"),
     [
@@ -184,6 +188,7 @@ def test_fit_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (_document(features=None), "lengths"),
         (_document(features=[[[16.0, 99.0, 0.0, 0.0]] * 2] * 40), "lengths"),
         (_document(breakdown_s=np.zeros((40, 2, len(PART_NAMES))).tolist()), "0 steps of 2 ranks"),
+        (_document(breakdown_s=NOISE.tolist()), "idle machine"),
     ],
 )
 def test_reports_that_cannot_be_fitted(document: Any, facts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

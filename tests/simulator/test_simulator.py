@@ -16,7 +16,7 @@ from lightning_freescale.balance import predict
 from lightning_freescale.simulator import Catalogue, Network, Quantity, StepTraffic, Techniques, TrainingLoad
 from lightning_freescale.simulator import simulate as simulated
 from lightning_freescale.simulator.network import EXACT_RANKS
-from lightning_freescale.simulator.outlook import pairs_of_steps
+from lightning_freescale.simulator.outlook import format_outlooks, pairs_of_steps
 from lightning_freescale.simulator.quantity import assumed, pinned, quantities
 from lightning_freescale.simulator.training_step import LADDER, expected_traffic, step_times
 
@@ -101,8 +101,10 @@ def test_links_within_a_node_are_others() -> None:
 
 
 def test_one_rank_waits_for_no_other() -> None:
-    (plain, *_) = simulate([3.0], 1)
+    plain, *others = simulate([3.0], 1)
     assert plain.step.value == pytest.approx(6) and plain.bubble.value == pytest.approx(0)
+    assert {each.removed.value for each in others} == {0.0}, "there is no bubble to remove"
+    assert {each.removed.low for each in simulate([3.0], 1, replace(LOAD, call=exactly(1e-6)))} == {0.0, -1.0}
     same = simulate([5.0] * 40, 4, draws=0)
     assert all(each.speed_up.low == each.speed_up.value == each.speed_up.high for each in same), "all lengths are equal"
 
@@ -165,7 +167,12 @@ def test_no_prediction_is_above_the_limit(lengths: list[float], ranks: int, seed
     for found in simulate(lengths, ranks, load, Network(), seed=seed):
         assert found.speed_up.value <= found.limit.value * (1 + 1e-9)
         assert found.speed_up.high <= found.limit.high * (1 + 1e-9)
-        assert -1e-9 <= found.bubble.value < 1 and found.removed.value <= 1 + 1e-9
+        assert 0 <= found.bubble.low <= found.bubble.high <= 1 and -1 <= found.removed.low <= found.removed.high <= 1
+
+
+def test_a_loss_that_rounds_to_nothing_has_no_sign() -> None:
+    (plain,) = simulate([3.0], 1, variants={})
+    assert " 0.0% (-1.0% - 0.0%)" in format_outlooks([replace(plain, name="+ two levels", removed=assumed(-4e-4, -0.01, 0))])
 
 
 def test_every_figure_says_what_it_is() -> None:

@@ -98,7 +98,7 @@ function show() {
     const [plain, yours] = [outlook(count, PLAIN), outlook(count, chosen)];
     const [lost, left] = [plain.step - plain.compute, yours.step - yours.compute];
     const cells = [readable(plain.step, "s"), percent(lost / plain.step), readable(yours.step, "s"), percent(left / yours.step),
-      percent(1 - left / lost), times(plain.step / yours.step), times(plain.step / plain.compute)];
+      percent(lost > 0 ? Math.max(1 - left / lost, -1) : 0), times(plain.step / yours.step), times(plain.step / plain.compute)];
     return { count, plain, yours, row: el("tr", {}, el("th", { scope: "row" }, String(count)), ...cells.map((text) => el("td", {}, text))) };
   });
   document.querySelector("#outlook tbody").replaceChildren(...rows.map(({ row }) => row));
