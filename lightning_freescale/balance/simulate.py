@@ -66,6 +66,14 @@ def describe_lengths(lengths: Floats) -> str:
     )
 
 
+def summarize_lengths(lengths: Floats) -> dict[str, list[Any]]:
+    """Return the ``values`` and ``counts`` of at most 32 groups of similar lengths. The longest lengths are the last group."""
+    edges = np.unique(np.geomspace(1.0, max(float(lengths.max()), 1.0), 31))
+    group = np.searchsorted(edges, lengths, side="right")
+    counts, sums = np.bincount(group), np.bincount(group, lengths)
+    return {"values": (sums[counts > 0] / counts[counts > 0]).tolist(), "counts": counts[counts > 0].tolist()}
+
+
 def _open(path: Path) -> TextIO:
     opened = gzip.open if path.suffix == ".gz" else open
     return cast("TextIO", opened(path, "rt", encoding="utf-8-sig", newline=""))

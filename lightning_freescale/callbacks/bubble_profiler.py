@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_freescale._lightning.profiler import ProfilerCallback, ProgressLi
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.callbacks.advice import advise
 from lightning_freescale.callbacks.loggers import log_report
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, settings_of, work_of_step
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, settings_of, work_of_step, workload_of
 from lightning_freescale.profiling.hang_watch import HangWatch
 from lightning_freescale.profiling.profiler import ProfilerOptions, StepProfiler
 from lightning_freescale.profiling.recording.collectives import collectives_on
@@ -97,6 +98,7 @@ class BubbleProfiler(ProfilerCallback):
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
+        self._seen: deque[Any] = deque(maxlen=self.options.max_steps)  # lengths of this rank's samples, by lengths_fn
         self._timeline = Timeline()
         self._profiler: StepProfiler | None = None
         self._group: dist.ProcessGroup | None = None
@@ -120,6 +122,7 @@ class BubbleProfiler(ProfilerCallback):
             raise ValueError("Trainer(callbacks=...) contains several BubbleProfilers. Pass one, which records the whole step")
         self.report = self.overlap = None
         self.files = {}
+        self._seen.clear()
         own = getattr(trainer.strategy, "timeline", None)  # strategies of this package record more spans on their timeline
         self._timeline = own if isinstance(own, Timeline) else Timeline()
         self._timeline.enable(trainer.strategy.root_device)
@@ -153,8 +156,7 @@ class BubbleProfiler(ProfilerCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         finish = getattr(trainer.strategy, "finish_overlap", None)
         self.overlap = finish() if finish is not None else None
-        heat = getattr(self.overlap, "heat", None)
-        self._running().history.note_outcome(settings_of(trainer, **self._own_options), None if heat is None else vars(heat))
+        self._note_outcome(trainer, pl_module)
         report = self._running().write_report()  # if this fails, on_exception writes the report of the last exchange
         self._stop_profiling(report)
         self._to_log = report
@@ -166,10 +168,15 @@ class BubbleProfiler(ProfilerCallback):
         reason, report = error_text(exception), None
         try:
             if self._profiler is not None:  # otherwise training has not started
-                self._profiler.history.note_outcome(settings_of(trainer, **self._own_options))
+                self._note_outcome(trainer, pl_module)
                 report = self._profiler.write_interrupted_report(reason)
         finally:
             self._stop_profiling(report)
+
+    def _note_outcome(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        heat, workload = getattr(self.overlap, "heat", None), workload_of(trainer, pl_module, self._seen, self.overlap)
+        settings = settings_of(trainer, **self._own_options)
+        self._running().history.note_outcome(settings, None if heat is None else vars(heat), workload)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -220,7 +227,7 @@ class BubbleProfiler(ProfilerCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        work = work_of_step(trainer, batch, batch_idx, self.lengths_fn)
+        work = work_of_step(trainer, batch, batch_idx, self.lengths_fn, self._seen.append)
         self._log(trainer, self._running().end_step(*work, plan_of_step(trainer, batch_idx)))
 
     @override

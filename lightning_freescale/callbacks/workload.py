@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import astuple, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler
 
 from lightning_freescale._lightning.loops import LightningModule, Trainer
 from lightning_freescale.balance import BalancedSampler, CostModel, MicroBatches
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.simulate import summarize_lengths
 from lightning_freescale.data.map_style import MapStyleData, map_style_data
 from lightning_freescale.profiling.analysis.imbalance import PlannedStep
 from lightning_freescale.profiling.reporting.document import RunInfo
@@ -67,6 +69,47 @@ def settings_of(trainer: Trainer, **own_options: Any) -> dict[str, Any]:
     return {"assignment": _assignment(trainer), "overlap": _overlap(strategy), "options": in_force, "rejected": rejected}
 
 
+def workload_of(trainer: Trainer, module: LightningModule, seen: Iterable[Floats], overlap: Any) -> dict[str, Any]:
+    """Return the part ``workload`` of the report of a run that ends.
+
+    Args:
+        trainer: the Trainer.
+        module: the module, still with sharded tables.
+        seen: lengths that the user's ``lengths_fn`` has returned on this rank, which is rank 0.
+        overlap: the report of the overlap; None if nothing was overlapped.
+    """
+    lengths, train = [*seen], map_style_data(trainer)
+    if train is not None and train.lengths is not None:
+        # rank 0 has the longest samples of a balanced plan, so its maximum shows where the run cuts them
+        longest = max((each.max() for each in lengths), default=np.inf)
+        lengths = [np.minimum(train.lengths, train.padded_length or longest)]
+    elif hasattr(getattr(trainer.train_dataloader, "sampler", None), "counts"):
+        lengths = []  # for the same reason, those of rank 0 are not like the others
+    return {
+        "lengths": summarize_lengths(np.concatenate(lengths)) if lengths else None,
+        "tables": _table_sizes(trainer, module),
+        "collision_rate": None if overlap is None else overlap.collision_rate,
+    }
+
+
+def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | None:
+    """Return the sizes of the tables of this package's strategy, or of the largest embedding modules if nothing is sharded."""
+    sharded: Any = getattr(trainer.strategy, "tables", None)
+    if sharded is not None:
+        sizes = [(table.rows, table.dim * table.dtype.itemsize) for table in sharded.tables]
+    elif _has_sharded_tables(trainer, module):
+        return None
+    else:
+        weights = [each.weight for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        large = max((weight.nbytes for weight in weights), default=0) / 10  # leave out positions and categories
+        sizes = [(len(weight), weight.nbytes // len(weight)) for weight in weights if weight.nbytes >= large > 0]
+    if not sizes:
+        return None
+    rows, row_bytes = (sum(each) for each in zip(*sizes))
+    reduced = 0 if sharded is not None else sum(count * size for count, size in sizes)
+    return {"rows": rows, "row_bytes": row_bytes, "reduced_bytes": reduced}
+
+
 def _micro_batches(trainer: Trainer) -> str | int | None:
     schedule = getattr(getattr(trainer.train_dataloader, "sampler", None), "micro_batches", None)
     if schedule is None or schedule.candidates == [1]:
@@ -111,17 +154,23 @@ def _parameters(trainer: Trainer, module: LightningModule) -> int:
 
 
 def work_of_step(
-    trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None
+    trainer: Trainer,
+    batch: Any,
+    index: int,
+    lengths_fn: Callable[[Any], Any] | None = None,
+    seen: Callable[[Floats], Any] = lambda lengths: None,
 ) -> tuple[int, Floats | None, float | None]:
     """Return a step's number of samples, the sums of :func:`sample_features` over the samples, and the planned cost.
 
-    Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader.
+    Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader, and
+    are passed to ``seen``.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     count, features, planned = _planned_work(trainer, sampler, index) if hasattr(sampler, "counts") else (None, None, None)
     if lengths_fn is not None:
         lengths = np.concatenate([_lengths_of(lengths_fn(part)) for part in parts])
+        seen(lengths)
         return len(lengths), sample_features(lengths).sum(axis=0), planned
     if count is None:
         count = _drawn(trainer.train_dataloader, index)

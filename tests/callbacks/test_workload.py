@@ -18,8 +18,9 @@ from torchrec import KeyedJaggedTensor
 from lightning_freescale import FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import BalancedSampler, CostModel
 from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.simulate import summarize_lengths
 from lightning_freescale.callbacks import workload as module
-from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, samples_in, work_of_step
+from lightning_freescale.callbacks.workload import describe_run, fit_costs, plan_of_step, samples_in, work_of_step, workload_of
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.data.map_style import Refit
 from lightning_freescale.profiling.reporting.document import RunInfo
@@ -44,6 +45,7 @@ class Recorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         self.run = describe_run(trainer, module, None, torch_profiler_steps=3)
+        self.workload = workload_of(trainer, module, [np.array([9.0, 4.0])], None)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         sampler: Any = trainer.train_dataloader.sampler
@@ -87,11 +89,12 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
             recorder = Recorder(*refits.get(name, ()))
             trainer(devices=2, max_epochs=2, callbacks=[recorder]).fit(Recommender(), loader())
             found[name], found[f"run of {name}"] = recorder.recorded, recorder.run
+            found[f"{name} workload"] = recorder.workload
         for overlap in (True, False):
             recorder, strategy = Recorder(), FreeScaleStrategy(shard=["plain"], overlap=overlap)
             small = FreeScaleDataModule(Samples(16), Samples(16).lengths, 4, collate_fn=collate)
             trainer(devices=2, strategy=strategy, callbacks=[recorder]).fit(WithPlainTable(), small)
-            found["on" if overlap else "off"] = recorder.run
+            found["on" if overlap else "off"], found["tables"] = recorder.run, recorder.workload["tables"]
         return found
 
     ranks = run_distributed(run, 2)
@@ -124,6 +127,11 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
             assert plan.tokens_unbalanced == found.tokens_unbalanced
             assert plan.tokens_balanced == (found.tokens_imbalance if balanced else None)
             assert (plan.tokens_fullest is not None) == balanced and plan.fitted == (epoch == 1)
+    workloads = {name.removesuffix(" workload"): of_run for name, of_run in ranks[0].items() if name.endswith(" workload")}
+    assert {name for name, of_run in workloads.items() if of_run["lengths"]} == {"lengths", "balanced", "as drawn"}
+    cut = np.minimum(data.lengths.numpy(), 9)  # the largest length that rank 0 has seen
+    assert workloads["lengths"]["lengths"] == summarize_lengths(cut) and data.lengths.max() > 9
+    assert ranks[0]["tables"] == {"rows": 50 + 13 + 31, "row_bytes": 3 * 8 * 4, "reduced_bytes": 0}
     whole = sum(parameter.numel() for parameter in WithPlainTable().parameters())
     for overlap in ("on", "off"):  # sharded tables count whole, or the run could not be compared with others
         assert {(rank[overlap].parameters, rank[overlap].overlap) for rank in ranks} == {(whole, overlap)}
@@ -287,10 +295,16 @@ def test_what_a_run_is(monkeypatch: Any) -> None:
     assert (found.model, found.parameters, found.world_size, found.device) == ("Recommender", weights, 8, "cpu")
     assert (found.label, found.strategy, found.accumulate_grad_batches) == ("DDPStrategy", "DDPStrategy", 3)
     assert found.assignment is None and found.num_workers is None
+    tables = torch.nn.ModuleList(torch.nn.Embedding(rows, 8) for rows in (9, 40, 3))
+    seen = [np.array([3.0, 5.0]), np.array([3.0])]
+    small = {"rows": 49, "row_bytes": 64, "reduced_bytes": 49 * 32}
+    workload = {"lengths": {"values": [3.0, 5.0], "counts": [2, 1]}, "tables": small, "collision_rate": 0.25}
+    assert workload_of(fit, tables, seen, SimpleNamespace(collision_rate=0.25)) == workload
     for options, assignment in (({}, "fixed"), ({"assignment_mode": "slack"}, "slack"), ({"balance": False}, "as drawn")):
         sampler = BalancedSampler([1.0, 2.0], 1, num_replicas=2, rank=0, **options)
         fit.train_dataloader = SimpleNamespace(sampler=sampler)
         assert describe_run(fit, Recommender(), None).assignment == assignment
+        assert workload_of(fit, torch.nn.Identity(), seen, None)["lengths"] is None, "rank 0 has longer ones than the others"
     fit.strategy.strategy_name = "ours"
     ours, mine = (describe_run(fit, Recommender(), label) for label in (None, "mine"))
     assert (ours.label, mine.label, mine.strategy) == ("ours", "mine", "ours")

@@ -53,6 +53,9 @@ def growing_memory(ranks: int, windows: int = 12) -> MemoryWindows:
 HEAT = {"rows": 4675, "rows_of_half": 353, "rows_of_most": 12_345, "largest_load": 1.04, "colliding_share": 0.875}
 HEAT |= {"sent_bytes": 11e6, "cross_node_bytes": 5e6, "hot_near_bytes": 1.5e6, "hot_far_bytes": 2e6, "hot_direct_bytes": 3e6}
 
+TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
+WORKLOAD = {"lengths": {"values": [1.5, 40.0, 200.0], "counts": [6, 90, 4]}, "tables": TABLES, "collision_rate": 0.3}
+
 
 def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **run: Any) -> BubbleReport:
     """Four steps of two ranks, all alike; ``count`` samples of both ranks."""
@@ -90,6 +93,7 @@ def full_report(**changes: Any) -> BubbleReport:
         "padded": {"kind": "batch, planned", "tokens": 0.25},
         "memory": growing_memory(ranks),
         "heat": HEAT,
+        "workload": WORKLOAD,
         "what_if": (
             WhatIf("perfect balance", 1.25, 1.43),
             WhatIf("full overlap", 1.1, 1.43, "exchanges of 2 steps are unknown"),

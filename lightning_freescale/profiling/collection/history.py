@@ -53,11 +53,14 @@ class History:
         # number of the last step and every rank's memory, for the same windows
         self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
         self._heat: Mapping[str, Any] | None = None
+        self._workload: Mapping[str, Any] | None = None
         self.added = 0
 
-    def note_outcome(self, settings: Mapping[str, Any], heat: Mapping[str, Any] | None = None) -> None:
-        """Record the fields of :class:`RunInfo` that training may have changed, and the document's hot rows."""
-        self._run, self._heat = replace(self._run, **settings), heat
+    def note_outcome(
+        self, settings: Mapping[str, Any], heat: Mapping[str, Any] | None, workload: Mapping[str, Any] | None
+    ) -> None:
+        """Record the fields of :class:`RunInfo` that training may have changed, and two parts of the document."""
+        self._run, self._heat, self._workload = replace(self._run, **settings), heat, workload
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank and their plans, None if unknown."""
@@ -125,6 +128,7 @@ class History:
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             memory=_memory_of(list(self._memory)),
             heat=self._heat,
+            workload=self._workload,
             advise=self._advise,
         )
 

@@ -70,6 +70,7 @@ class BubbleReport:
         padded: ``kind`` and ``tokens`` of ``padding``; None if unknown or not padded.
         memory: memory of every rank at the end of every window; None if unknown.
         heat: hot rows of the embedding tables, as in the document; None if no row can be hot.
+        workload: lengths, tables and collisions, as in the document; None if unknown.
         replayed: indices of the replayed steps; None for all.
         advise: function that returns advice based on the settings of the run; None for general advice.
     """
@@ -93,6 +94,7 @@ class BubbleReport:
     padded: Mapping[str, Any] | None = None
     memory: MemoryWindows | None = None
     heat: Mapping[str, Any] | None = None
+    workload: Mapping[str, Any] | None = None
     replayed: NDArray[np.intp] | None = None
     advise: Advise | None = None
 
@@ -173,6 +175,7 @@ class BubbleReport:
             "balance": self.balance,
             "memory": None if self.memory is None else _memory(self.memory),
             "heat": self.heat,
+            "workload": self.workload,
             "what_if": [vars(case) for case in self.what_if],
             "replay": _replay(self) if self.what_if else None,
             "exchanges": [vars(figures) for figures in self.exchanges],
