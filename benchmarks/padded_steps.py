@@ -5,7 +5,7 @@
 The model is that of ``examples/sasrec.py``, on two gloo ranks of one core each. Histories have the lengths of the data set, cut
 to ``--max-length``, and random items. Variants take turns: a round fits each of them anew on the same samples. The figure of a
 round is the mean step after the first ones, in which "freescale" detects that batches are padded. The speed-up is the mean step
-under "ddp" over this figure. The prediction is that of ``freescale balance simulate`` for the model's multiply-adds, which
+under "ddp" over this figure. The prediction is that of ``freescale simulate`` for the model's multiply-adds, which
 covers the compute alone.
 """
 

@@ -137,6 +137,12 @@ class ReportFit:
     measured: float
 
 
+def sums_of_lengths(document: Mapping[str, Any]) -> Floats | None:
+    """Return the sums of :func:`sample_features` of a report.json, shape ``[steps, ranks, 4]``; None without lengths."""
+    sums = np.array(document["series"].get("features") or [], dtype=np.float64)
+    return None if not sums.size or (sums[..., 1].any() and not sums[..., 2].any()) else sums
+
+
 def fit_report(document: Mapping[str, Any]) -> ReportFit:
     """Fit a cost model to the valid contents of a report.json of a :class:`~lightning_freescale.BubbleProfiler`.
 

@@ -61,7 +61,7 @@ def read_lengths(path: Path, column: str | None = None) -> Floats:
 def describe_lengths(lengths: Floats) -> str:
     """Return the number, mean, median, 99th percentile and maximum of the lengths as a line."""
     return (
-        f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):g}, "
+        f"{len(lengths)} samples; lengths: mean {lengths.mean():.1f}, median {np.median(lengths):.4g}, "
         f"p99 {np.percentile(lengths, 99):.4g}, max {lengths.max():g}"
     )
 

@@ -13,8 +13,8 @@ COMMANDS = {  # name: (module in this package, help)
     "validate": ("train", "validate a model"),
     "test": ("train", "test a model"),
     "predict": ("train", "predict with a model"),
-    "simulate": ("simulate", "predict the gain of each technique on more ranks than you have"),
-    "balance": ("balance", "assign the samples of every step to ranks, for other loops; predict the gain"),
+    "simulate": ("simulate", "predict the gain of balancing, or of each technique, on more ranks than you have"),
+    "balance": ("balance", "assign the samples of every step to ranks, for other loops; fit costs to a report"),
     "profile": ("profile", "profile a Lightning script; show and compare bubble reports, and write them as a page"),
     "convert": ("checkpoints", "convert a checkpoint of a TorchRec loop for ckpt_path="),
     "consolidate": ("checkpoints", "extract the weights of a checkpoint for the plain module; convert a folder to a file"),
@@ -22,7 +22,7 @@ COMMANDS = {  # name: (module in this package, help)
     "changes": ("checkpoints", "extract the rows that differ in a later checkpoint"),
 }
 _PACKAGES = ("lightning-freescale", "lightning", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
-_EXAMPLE = "example: freescale balance simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
+_EXAMPLE = "example: freescale simulate --lengths lengths.txt --ranks 8,64,256 --batch-size 32"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

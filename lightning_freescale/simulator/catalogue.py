@@ -13,6 +13,8 @@ from lightning_freescale.simulator.quantity import Quantity, assumed
 
 _BINS = 400
 _STEEPEST = 3.0
+_TOLERANCE = 0.9
+"""Smallest ratio to a possible collision rate that chance explains."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,11 @@ class Catalogue:
             ValueError: No exponent up to 3 leads to this rate.
         """
         least, most = (self._with(end).collision_rate(tokens) for end in (0.0, _STEEPEST))
-        if not least <= collision_rate.value <= most:
+        if not _TOLERANCE * least <= collision_rate.value <= most / _TOLERANCE:
             raise ValueError(
-                f"the collision rate {collision_rate.value:.3f} is not possible for {tokens:.0f} lookups in {self.rows} rows, "
-                f"only rates from {least:.3f} to {most:.3f} are. Check the number of rows."
+                f"the collision rate {collision_rate.value:.3f} ({collision_rate.source}) is not possible for {tokens:.0f} "
+                f"lookups in {self.rows} rows, only rates from {least:.3f} to {most:.3f} are. Check the number of rows, or "
+                "pass an exponent."
             )
         low, value, high = (
             self._exponent(min(max(rate, least), most), tokens)

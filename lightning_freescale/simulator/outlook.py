@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from operator import le
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from lightning_freescale.simulator.training_step import LADDER, Techniques, Trai
 SHARE = 0.9
 """Share of the drawn values that an interval contains."""
 LABELS = {
+    "batch_size": "histories per rank and step",
+    "rows": "rows of all tables",
+    "row_bytes": "bytes of an item's rows",
     "linear": "compute per item",
     "quadratic": "compute per item squared",
     "constant": "compute per history",
@@ -30,12 +34,15 @@ LABELS = {
     "contention": "contention for multiprocessors",
     "late_weights": "share of weights in a split backward",
     "split_cost": "cost of a split backward",
+    "ranks_per_node": "ranks per node",
     "bandwidth": "bandwidth between nodes",
     "latency": "latency of an exchange",
     "peer_latency": "latency per other rank",
     "node_bandwidth": "bandwidth within a node",
 }
 """Names of the quantities in tables and on the page."""
+_EFFECT = 0.005
+"""Relative difference of steps, or of an end of their intervals, from which a row is shown."""
 _HEAD = ("ranks", "technique", "step ms", "bubble", "removed", "speed-up", "limit")
 _ROW = "{:>5}  {:<18}{:>24}{:>24}{:>24}{:>22}{:>22}"
 
@@ -190,16 +197,29 @@ def _derived(plain: Floats, this: Floats) -> dict[str, Floats]:
 
 
 def format_outlooks(outlooks: Sequence[Outlook]) -> str:
-    """Return a table of the predicted figures with their intervals."""
+    """Return a table of the predicted figures with their intervals. It names techniques without effect in a line."""
     lines = [_ROW.format(*_HEAD)]
-    for number, each in enumerate(outlooks):
-        first = number == 0 or outlooks[number - 1].ranks != each.ranks
-        lines += [""] * (first and number > 0)
-        gains = ("", "", _ratio(each.limit)) if each.name == "plain" else (_share(each.removed), _ratio(each.speed_up), "")
-        ranks = each.ranks if first else ""
-        row = _ROW.format(ranks, each.name, _interval(each.step, "{:.1f}", 1e3), _share(each.bubble), *gains)
-        lines.append(row.rstrip())
+    for ranks in dict.fromkeys(each.ranks for each in outlooks):
+        lines += [""] * (len(lines) > 1)
+        shown: list[Outlook] = []
+        rows = [each for each in outlooks if each.ranks == ranks]
+        for each in rows:
+            if not _has_effect(each, shown):
+                continue
+            gains = ("", "", _ratio(each.limit)) if each.name == "plain" else (_share(each.removed), _ratio(each.speed_up), "")
+            first, step = "" if shown else ranks, _interval(each.step, "{:.1f}", 1e3)
+            shown.append(each)
+            lines.append(_ROW.format(first, each.name, step, _share(each.bubble), *gains).rstrip())
+        if omitted := ", ".join(each.name for each in rows if each not in shown):
+            lines.append(f"{'':7}no effect: {omitted}")
     return "\n".join(lines)
+
+
+def _has_effect(row: Outlook, shown: Sequence[Outlook]) -> bool:
+    """Return False if a part of the row's techniques leads to the same step."""
+    parts = [each.step for each in shown if all(map(le, astuple(each.techniques), astuple(row.techniques)))]
+    mine = row.step
+    return not any(np.allclose([mine.low, mine.value, mine.high], [s.low, s.value, s.high], rtol=_EFFECT) for s in parts)
 
 
 def format_known(known: Mapping[str, Quantity]) -> str:
@@ -211,7 +231,7 @@ def format_known(known: Mapping[str, Quantity]) -> str:
 EXPLANATION = (
     f"All figures are predicted. Brackets contain {SHARE:.0%} of the results for resampled lengths and for assumptions drawn\n"
     "from their ranges. Bubble: 1 - compute / wall time. Removed: share of plain's bubble time. Limit: maximum speed-up of\n"
-    "any technique, 1 / (1 - b) for the bubble b of plain."
+    "any technique, 1 / (1 - b) for the bubble b of plain. No effect: the step changes by less than 0.5 %."
 )
 """Explanation of the columns."""
 

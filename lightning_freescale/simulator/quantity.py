@@ -60,7 +60,8 @@ class Quantity:
     def __str__(self) -> str:
         choices = _UNITS.get(self.unit, ((1.0, self.unit),))
         factor, unit = next((each for each in choices if self.value * each[0] >= 1), choices[-1])
-        value, low, high = (f"{factor * number:.3g}" for number in (self.value, self.low, self.high))
+        numbers = (factor * number for number in (self.value, self.low, self.high))
+        value, low, high = (f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
         spread = f" ({low} - {high})" if self.low < self.high else ""
         return f"{value}{spread} {unit}".rstrip() + f", {self.word}" + (f": {self.source}" if self.source else "")
 

@@ -14,10 +14,10 @@ import pytest
 from lightning_freescale.balance import BalancedSampler, Budget, CostModel, assign
 from lightning_freescale.balance.assign import contiguous_split, imbalance
 from lightning_freescale.balance.global_batches import draw_order
-from lightning_freescale.balance.simulate import forecast, read_lengths
-from lightning_freescale.command_line.balance import run
+from lightning_freescale.balance.simulate import forecast, read_lengths, summarize_lengths
+from lightning_freescale.command_line.simulate import run
 
-main = partial(run, "balance")
+main = partial(run, "simulate")
 LENGTHS = np.random.RandomState(0).lognormal(3, 1, 300).astype(int) + 1
 OUTLIER = np.array([1] * 63 + [10_000])
 
@@ -142,7 +142,7 @@ def test_a_data_set_smaller_than_a_step_is_told(tmp_path: Path, capsys: pytest.C
 
 def test_a_budget_of_tokens_instead_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "figures.json"
-    line = ["simulate", "--lengths", str(_file(tmp_path, "a.txt")), "--ranks", "2,4", "--batch-tokens", "500"]
+    line = ["--lengths", str(_file(tmp_path, "a.txt")), "--ranks", "2,4", "--batch-tokens", "500"]
     main([*line, "--json", str(written)])
     out = capsys.readouterr().out
     assert "500 tokens per rank" in out and "assignment_mode free" in out
@@ -161,7 +161,7 @@ def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path, figures = _file(tmp_path, "a.txt"), []
     for parts in ("1", "4"):
         flags = ["--padded", "--max-length", "60", "--micro-batches", parts, "--json", str(tmp_path / "out.json")]
-        main(["simulate", "--lengths", str(path), "--ranks", "4", "--batch-size", "16", *flags])
+        main(["--lengths", str(path), "--ranks", "4", "--batch-size", "16", *flags])
         figures += json.loads((tmp_path / "out.json").read_text())["predicted"]
     printed = capsys.readouterr().out
     assert (
@@ -179,6 +179,19 @@ def test_padded_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     expected = [16 * step.max(axis=1).max() / (step.sum() / 4) for step in drawn]
     assert one["unbalanced"] == four["unbalanced"] == pytest.approx(np.mean(expected), rel=0.05)
     assert four["balanced"] < one["balanced"] < 0.9 * one["unbalanced"] and four["padding"] < one["padding"]
+
+
+@pytest.mark.parametrize("longest", [0, 1, 7, 200, 10**6])
+def test_64_numbers_keep_what_lengths_cost(longest: int) -> None:
+    lengths = np.sort(np.minimum(np.random.default_rng(0).lognormal(4, 2, 20_000).round(), longest))
+    groups = summarize_lengths(lengths)
+    again = np.repeat(groups["values"], groups["counts"])
+    assert len(groups["values"]) == len(groups["counts"]) <= 32 and len(again) == len(lengths) and again.max() == lengths.max()
+    sums, known = (CostModel(1.0, 320.0, 1.0)(each).sum() for each in (again, lengths))
+    assert again.sum() == pytest.approx(lengths.sum()) and sums == pytest.approx(known, rel=0.02)
+    balance = [forecast(each, 16, 8, steps=4) for each in (again, lengths)]
+    for name in ("unbalanced", "balanced"):
+        assert getattr(balance[0], name) == pytest.approx(getattr(balance[1], name), rel=0.05), name
 
 
 @pytest.mark.parametrize(
@@ -204,4 +217,4 @@ def test_bad_flags_are_refused(flags: list[str], message: str, tmp_path: Path, c
 
 def _line(path: Path, *flags: object) -> list[str]:
     batch = [] if "--batch-size" in flags else ["--batch-size", "8"]
-    return ["simulate", "--lengths", str(path), *batch, *map(str, flags)]
+    return ["--lengths", str(path), *batch, *map(str, flags)]

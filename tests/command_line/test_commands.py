@@ -16,8 +16,13 @@ import torch
 
 from lightning_freescale._version import __version__
 from lightning_freescale.balance import CostModel
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.simulate import summarize_lengths
 from lightning_freescale.command_line.main import COMMANDS, main
+from lightning_freescale.profiling.reporting.document import ExchangeFigures
+from lightning_freescale.simulator import Catalogue, Quantity
 from lightning_freescale.simulator.quantity import WORDS
+from lightning_freescale.simulator.training_step import LADDER
 from lightning_freescale.testing import run_distributed
 from tests.helpers.reports import report_of, step
 from tests.helpers.shop import write_shop
@@ -94,7 +99,7 @@ def test_abbreviations_of_options_are_refused(folder: Path, fails: Fails) -> Non
     words = [
         f"simulate {plan} --compute-ms 100 --expo 1",
         f"balance {plan} --epoch 1",
-        f"balance simulate {plan} --max-le 5",
+        f"simulate {plan} --max-le 5",
         "balance fit r.json --js c.json",
         "convert a b --tru",
         "consolidate a b --forc",
@@ -130,7 +135,7 @@ def test_balance_writes_each_sample_of_an_epoch_once(tmp_path: Path, capsys: Any
 
 
 def test_usage_names_both_words_of_a_command(capsys: Any) -> None:
-    for words in (["balance", "simulate", "--help"], ["profile", "compare", "--help"]):
+    for words in (["balance", "fit", "--help"], ["profile", "compare", "--help"]):
         with pytest.raises(SystemExit):
             main(words)
         assert f"usage: freescale {' '.join(words[:2])} " in capsys.readouterr().out
@@ -158,14 +163,19 @@ def test_consolidate_writes_only_weights(tmp_path: Path, capsys: Any, fails: Fai
 # -- simulate
 
 
+LENGTHS = np.random.default_rng(0).lognormal(4, 1, 480).round() + 1
+
+
 @pytest.fixture
 def simulated(capsys: Any, tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs the command and returns its output, or its error message if it fails."""
     lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(map(str, np.random.default_rng(0).lognormal(4, 1, 300).round() + 1)))
+    lengths.write_text("\n".join(map(str, LENGTHS)))
 
-    def run(*words: Any, fails: bool = False) -> str:
-        line = ["simulate", "--lengths", lengths, "--ranks", "4,16", "--batch-size", "8", "--steps", 4, "--draws", 2, *words]
+    def run(*words: Any, fails: bool = False, alone: bool = False) -> str:
+        files = [] if alone else ["--lengths", lengths, "--batch-size", 8]
+        draws = ["--draws", 2] if {"--compute-ms", "--report"} & set(words) else []
+        line = ["simulate", *files, "--ranks", "4,16", "--steps", 4, *draws, *words]
         if not fails:
             main([str(word) for word in line])
             return capsys.readouterr().out
@@ -180,16 +190,24 @@ def simulated(capsys: Any, tmp_path: Path) -> Callable[..., str]:
 def test_a_table_of_all_techniques_its_assumptions_and_files(simulated: Callable[..., str], tmp_path: Path) -> None:
     files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "html")}
     out = simulated("--compute-ms", "50:100:200", "--json", files["json"], "--page", files["html"])
-    assert out.startswith("lengths.txt: 300 samples") and "4 steps of 8 histories" in out
-    for line in ("   16  plain ", "       balance + overlap ", "       + two levels "):
-        assert f"\n{line}" in out
-    assert "assumed: --compute-ms" in out and "rows: 10,000,000; 1024 bytes" in out
-    assert not any(line != line.rstrip() for line in out.splitlines())
+    assert out.startswith("lengths.txt: 480 samples") and "4 steps of 8 histories" in out
     found = json.loads(files["json"].read_text())
     assert {each["ranks"] for each in found["predicted"]} == {4, 16}
     assert all(each["step"]["word"] == "predicted" for each in found["predicted"])
     assert {each["word"] for each in found["known"].values()} <= set(WORDS)
     assert "<title>Predicted steps</title>" in files["html"].read_text()
+    table, _, known = out.partition("assumptions and measurements")
+    assert all(", assumed" in line for line in known.splitlines()[1:]), "each figure says what it is"
+    assert "rows of all tables                    10,000,000, assumed" in known and "assumed: --compute-ms" in known
+    assert not any(line != line.rstrip() for line in out.splitlines())
+    rows, omitted = table.split("no effect: ")[0], table.split("no effect: ")[1].splitlines()[0].split(", ")
+    shown = [name for name in LADDER if f"\n       {name}  " in rows or f"4  {name} " in rows]
+    assert sorted(shown + omitted) == sorted(LADDER) and {"plain", "balance"} <= set(shown) and "+ two levels" in omitted
+
+
+def test_without_compute_it_predicts_balancing_alone(simulated: Callable[..., str]) -> None:
+    out = simulated("--max-length", 100)
+    assert "imbalance (max / mean over ranks)" in out and "max 100" in out and "techniques" not in out
 
 
 def test_options_replace_assumptions(simulated: Callable[..., str], tmp_path: Path) -> None:
@@ -204,37 +222,83 @@ def test_options_replace_assumptions(simulated: Callable[..., str], tmp_path: Pa
         "0.4, assumed: --late-weights",
         "1 GB/s, measured: nccl-tests",
         "from a collision rate of 0.300, --collision-rate, at 8 ranks",
-        "rows: 100,000; 1024 bytes per item; 2 ranks per node",
+        "  100,000, assumed: --rows",
+        "ranks per node                        2, assumed",
     ):
         assert line in out
     assert "0.7, assumed: --exponent" in simulated("--compute-ms", 100, "--exponent", 0.7)
 
 
-def test_compute_from_a_report(simulated: Callable[..., str], tmp_path: Path) -> None:
-    """Fit a report in which every rank's step takes 2 ms plus 30 us per item."""
-    rng, report = np.random.default_rng(1), tmp_path / "report.json"
-    histories = rng.lognormal(4, 1, (30, 2, 8)).round() + 1
-    seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
+# -- a report, in which every rank's step takes 2 ms plus 30 us per item, and another 4 ms of the host
+
+HISTORIES = np.minimum(LENGTHS, 200).reshape(30, 2, 8)
+
+
+def _written(path: Path, *, fits: bool = True, **changes: Any) -> Path:
+    """Write the report of a run that cut its histories at 200, without known histories if it does not fit."""
+    seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2)
     parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
-    made = report_of(parts).document()
-    sums = np.stack([np.ones_like(histories), histories, histories**2, 0 * histories], axis=-1).sum(axis=2)
-    made["series"]["features"] = sums.tolist()
-    report.write_text(json.dumps(made))
-    simulated("--report", report, "--json", tmp_path / "found.json")
+    sums = sample_features(HISTORIES).sum(axis=2) if fits else None
+    reduced = ExchangeFigures("dense gradients", 1.0, 0.0, 0.0, 0.0, 1_100_000, (1, 1))
+    made = report_of(parts, np.full((30, 2), 8), features=sums, exchanges=[reduced], **changes)
+    path.write_text(json.dumps(made.document()))
+    return path
+
+
+TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
+KNOWN = {"lengths": summarize_lengths(HISTORIES.ravel()), "tables": TABLES, "collision_rate": 0.3}
+
+
+def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: Path) -> None:
+    report = _written(tmp_path / "report.json", workload=KNOWN)
+    out = simulated("--report", report, "--json", tmp_path / "found.json", alone=True)
+    assert out.startswith("report.json: 480 samples; lengths: ") and "max 200, measured" in out and "of 8 histories" in out
     known = json.loads((tmp_path / "found.json").read_text())["known"]
-    for name, value in (("linear", 3e-5), ("quadratic", 2e-8), ("base", 0.002)):
-        assert known[name]["word"] == "measured" and known[name]["source"] == "report.json", name
+    of_run = {"linear": 3e-5, "quadratic": 2e-8, "base": 0.002, "host": 0.004, "dense_bytes": 1.1e6, "batch_size": 8}
+    for name, value in {**of_run, "rows": 4001, "row_bytes": 256}.items():
+        assert (known[name]["word"], known[name]["source"]) == ("measured", "report.json"), name
         assert known[name]["value"] == pytest.approx(value, rel=0.15), name
-        assert known[name]["low"] < known[name]["value"] < known[name]["high"], name
-    assert known["host"]["word"] == "measured" and known["host"]["value"] == pytest.approx(0.004)
-    report.write_text("{")
-    assert "report.json" in simulated("--report", report, fails=True)
+        assert 0 <= known[name]["low"] <= known[name]["value"] <= known[name]["high"], name
+    rate = Catalogue(4001, Quantity(known["exponent"]["value"], "measured")).collision_rate(2 * 8 * HISTORIES.mean())
+    assert rate == pytest.approx(0.3, abs=0.01) and known["exponent"]["word"] == "measured"
+    assert "32, assumed: --batch-size" in simulated("--report", report, "--batch-size", 32, alone=True)
 
 
-def test_what_a_simulation_refuses(simulated: Callable[..., str]) -> None:
+def test_a_report_of_a_plain_run(simulated: Callable[..., str], tmp_path: Path) -> None:
+    """Take compute from the mean step, and leave out the dense gradients of tables, which are sharded in the prediction."""
+    tables = {**TABLES, "reduced_bytes": 1_000_000}
+    report = _written(tmp_path / "report.json", fits=False, workload={**KNOWN, "tables": tables, "lengths": None})
+    assert f"{report} holds no history lengths. Pass --lengths" in simulated("--report", report, alone=True, fails=True)
+    simulated("--report", report, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["known"]["dense_bytes"]["value"] == pytest.approx(1e5) and found["known"]["linear"]["word"] == "assumed"
+    mean = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2).mean()
+    # with the lengths of the run, the step of the prediction computes as long as that of the run
+    report = _written(report, fits=False, workload=KNOWN)
+    simulated("--report", report, "--json", tmp_path / "found.json", "--ranks", 2, "--steps", 32, "--draws", 0, alone=True)
+    plain = json.loads((tmp_path / "found.json").read_text())["predicted"][0]
+    assert plain["step"]["value"] / plain["limit"]["value"] == pytest.approx(mean, rel=0.1)
+
+
+def test_lengths_of_another_run_are_refused(simulated: Callable[..., str], tmp_path: Path) -> None:
+    report = _written(tmp_path / "report.json", workload=KNOWN)
+    said = simulated("--report", report, fails=True)  # the file's lengths are not cut
+    for fact in ("lengths.txt has mean", f"maximum {LENGTHS.max():g}", f"mean {HISTORIES.mean():.4g}", "--max-length 200"):
+        assert fact in said
+    assert "lengths.txt: 480 samples" in simulated("--report", report, "--max-length", 200)
+    assert "--max-length 90 without --lengths" in simulated("--report", report, "--max-length", 90, alone=True, fails=True)
+
+
+def test_what_a_simulation_refuses(simulated: Callable[..., str], tmp_path: Path) -> None:
     missed = []
+    (tmp_path / "broken.json").write_text("{")
+    known = _written(tmp_path / "report.json", workload={**KNOWN, "collision_rate": 0.99})
     for words, said in (
-        ((), "--compute-ms --report"),
+        (("--report", tmp_path / "broken.json"), "broken.json"),
+        (("--report", known, "--max-length", 200), "collision rate 0.990 (report.json) is not possible"),
+        (("--report", known, "--max-length", 200, "--exponent", 1, "--attention", 0.4), "--attention"),
+        (("--page", "page.html"), "--page has no effect without --compute-ms and --report"),
+        (("--compute-ms", 1, "--padded"), "--padded has no effect with --compute-ms or --report"),
         (("--compute-ms", "fast"), "'fast'"),
         (("--compute-ms", "3:2:1"), "'3:2:1'"),
         (("--compute-ms", "1:2"), "'1:2'"),
@@ -242,10 +306,12 @@ def test_what_a_simulation_refuses(simulated: Callable[..., str]) -> None:
         (("--compute-ms", 1, "--ranks", "4,0"), "'0'"),
         (("--compute-ms", 1, "--collision-rate", "0.3"), "'0.3'"),
         (("--compute-ms", 1, "--collision-rate", "0.3@x"), "'0.3@x'"),
-        (("--compute-ms", 1, "--steps", 1), "'1'"),
+        (("--compute-ms", 1, "--steps", 1), "steps=1"),
         (("--compute-ms", 1, "--collision-rate", "0.999@4", "--rows", 100000000), "number of rows"),
         (("--compute-ms", 1, "--network", "none.json"), "none.json"),
     ):
         error = simulated(*words, fails=True)
         missed += [] if said in error else [(words, error)]
     assert missed == []
+    for words, said in (((), "--lengths FILE"), (("--lengths", tmp_path / "lengths.txt"), "--batch-size N")):
+        assert said in simulated("--compute-ms", 1, *words, alone=True, fails=True)

@@ -1,9 +1,10 @@
-import json
 from pathlib import Path
 
 import numpy as np
 
 from lightning_freescale.balance import CostModel
+from lightning_freescale.balance.cost import sample_features
+from lightning_freescale.balance.simulate import summarize_lengths
 from tests.docs.excerpts import Excerpts, shell
 from tests.helpers.reports import report_of, step
 
@@ -11,15 +12,15 @@ page = Excerpts("docs/simulator.md")
 draw = np.random.default_rng(0)
 np.savetxt("lengths.txt", draw.lognormal(4, 1, 2000).round() + 1, fmt="%d")
 histories = draw.lognormal(4, 1, (30, 2, 8)).round() + 1
+tables = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
+workload = {"lengths": summarize_lengths(histories.ravel()), "tables": tables, "collision_rate": 0.3}
 seconds = CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
-report = report_of(np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])).document()
-features = np.stack([np.ones_like(histories), histories, histories**2, 0 * histories], axis=-1)
-report["series"]["features"] = features.sum(axis=2).tolist()
-Path("bubbles").mkdir()
-Path("bubbles/report.json").write_text(json.dumps(report))
+parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
+measured = {"features": sample_features(histories).sum(axis=2), "workload": workload}
+report_of(parts, np.full((30, 2), 8), **measured).write("bubbles/report.json")
 
 printed = page.bash()
-assert printed.count("predicted, not measured") == 2 and "measured: report.json" in printed
+assert printed.count("predicted, not measured") == 3 and "4,001, measured: report.json" in printed
 assert "<title>Predicted steps</title>" in Path("predicted.html").read_text()
 
 Path("network.json").write_text(page.text("json"))
