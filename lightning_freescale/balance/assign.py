@@ -106,7 +106,12 @@ def assign(
             )
         return _padded(problem, cost, token, place, parts, assignment_mode, max_tokens_per_rank)
     if assignment_mode == "zigzag":
-        plan, bound = _zigzag_within_limits(problem, max_tokens_per_rank)
+        plan, bound = zigzag(problem), lower_bound(problem)[0]
+        if not problem.allows(plan):
+            raise ValueError(
+                f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens_per_rank}): the zig-zag gives a rank more "
+                "tokens, and is not refined. Use another assignment_mode, or no limit."
+            )
     else:
         known = None if fallback is None else _sorted_fallback(fallback, place, ranks)
         found, bound = search(problem, known)
@@ -235,16 +240,6 @@ def assignment_bound(costs: ArrayLike, ranks: int, **options: Any) -> tuple[floa
 
 def _is_dominated(cost: Floats, ranks: int) -> bool:
     return bool(cost.max() * ranks > cost.sum())
-
-
-def _zigzag_within_limits(problem: Problem, max_tokens: float | None) -> tuple[Ints, float]:
-    plan = zigzag(problem)
-    if not problem.allows(plan):
-        raise ValueError(
-            f"assign(assignment_mode='zigzag', max_tokens_per_rank={max_tokens}): the zig-zag gives a rank more tokens, and is "
-            "not refined. Use another assignment_mode, or no limit."
-        )
-    return plan, lower_bound(problem)[0]
 
 
 def _sorted_fallback(fallback: ArrayLike, place: Ints, ranks: int) -> Ints:

@@ -142,10 +142,10 @@ class PlanPrefetcher:
 
     Args:
         make: Returns the plan of a step, a pure function of (epoch, step).
-        complete: Computes the parts of a plan that the thread prepares.
+        complete: Computes the parts of a plan that the thread prepares, and returns the plan.
     """
 
-    def __init__(self, make: Callable[[int, int], StepPlan], complete: Callable[[StepPlan], object]) -> None:
+    def __init__(self, make: Callable[[int, int], StepPlan], complete: Callable[[StepPlan], StepPlan]) -> None:
         self._make, self._complete = make, complete
         self._plans: dict[tuple[int, int], Future[StepPlan]] = {}
         self._worker: WorkerThread | None = None
@@ -184,14 +184,9 @@ class PlanPrefetcher:
     def _started(self, epoch: int, step: int) -> Future[StepPlan]:
         key = (epoch, step)
         if key not in self._plans and self._worker is not None:
-            self._plans[key] = self._worker.submit(self._make_completely, *key)
+            self._plans[key] = self._worker.submit(lambda: self._complete(self._make(*key)))
         elif key not in self._plans:
             done: Future[StepPlan] = Future()
             done.set_result(self._make(*key))
             self._plans[key] = done
         return self._plans[key]
-
-    def _make_completely(self, epoch: int, step: int) -> StepPlan:
-        plan = self._make(epoch, step)
-        self._complete(plan)
-        return plan

@@ -331,10 +331,11 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         drawn = self.batches.as_drawn(epoch, step)
         return StepPlan(samples, arguments.costs[samples], self.num_replicas, self.balance_steps, options, drawn=drawn)
 
-    def _complete_plan(self, plan: StepPlan) -> None:
+    def _complete_plan(self, plan: StepPlan) -> StepPlan:
         plan.samples_of_ranks  # noqa: B018 (computes it in the thread)
         if self.rank == 0:
             plan.balance  # noqa: B018 (rank 0 logs it)
+        return plan
 
 
 def _refuse_without_balance(balance: bool, limited: bool, window: int, budgeted: bool) -> None:
