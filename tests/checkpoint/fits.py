@@ -44,12 +44,13 @@ class Seen(Recommender):
 
 
 class Large(Seen):
-    """A model without dropout. Its first table is a separate tensor in any folder."""
+    """A model without dropout. Its first table is a separate tensor in any folder, by default."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 40_000, item: Mapping[str, Any] | None = None, cat: Mapping[str, Any] | None = None) -> None:
         super().__init__("rowwise_adagrad", dropout=0.0)
         large, small = tables()
-        large.num_embeddings = 40_000
+        vars(large).update({"num_embeddings": rows, **(item or {})})
+        vars(small).update(cat or {})
         self.net.embeddings = EmbeddingCollection(tables=[large, small])
 
 
@@ -171,5 +172,4 @@ def assert_continued(first: list[Fitted], second: list[Fitted], whole: list[Fitt
 
 
 def samples_by_step(ranks: list[Fitted]) -> list[list[int]]:
-    """Return the samples of all ranks by step."""
     return [[sample for rank in step for sample in rank] for step in zip(*(rank.seen for rank in ranks), strict=True)]

@@ -93,7 +93,6 @@ def test_changes_are_the_rows_that_a_step_has_updated(old: str, new: str, saved:
 
 
 def _write(table: torch.Tensor, parts: int, folder: Path) -> None:
-    """Write a folder as a number of ranks does."""
     order, bounds = RowOrder.hashed(len(table)), torch.linspace(0, len(table), parts + 1).long().tolist()
     key, shape = ("table",), tuple(table.shape)
     rows = [(slice(*part), slice(0, shape[1])) for part in pairwise(bounds)]

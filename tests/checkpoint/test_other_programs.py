@@ -151,8 +151,6 @@ def test_tensors_that_the_module_does_not_have_are_not_read(tmp_path: Path) -> N
 
 
 class Start(L.Callback):
-    """Keeps the optimizer states at the start of training."""
-
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self.states = deepcopy(state["optimizer_states"][0]["state"])
@@ -284,7 +282,6 @@ def test_other_names_are_refused(weights: list[str], expected: list[str], strict
 
 
 def _damage_of(name: str, folder: Path) -> Path:
-    """Write a folder or file that cannot be loaded, and return its path."""
     path = folder / name
     table = torch.arange(12.0).view(6, 2)
     if name == "no model":

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torchrec import EmbeddingCollection
 
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule
 from lightning_freescale.checkpoint.conversion import opened, read
@@ -26,7 +25,7 @@ from lightning_freescale.checkpoint.held_files import VERSION, HeldFiles
 from lightning_freescale.testing import RankFailed, run_distributed
 from tests.checkpoint.conftest import Saved
 from tests.checkpoint.fits import EPOCHS, STEPS, TABLE, Large, Seen, fit
-from tests.helpers.recommender import Recommender, Samples, collate, tables, trainer
+from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
 def _flip(path: Path) -> None:
@@ -236,41 +235,26 @@ class Larger(Large):
         self.net.hidden = self.net.hidden[:1]
 
 
-class OtherTables(Large):
-    """A model with another table, and with more rows in the second one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        large, small = tables()
-        large.name, small.num_embeddings = "other", small.num_embeddings + 5
-        self.net.embeddings = EmbeddingCollection(tables=[large, small])
-
-
-class TransposedTables(Large):
-    """A model whose first table has half the rows and twice the columns, so the same number of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        large, small = tables()
-        large.num_embeddings, large.embedding_dim, small.embedding_dim = 20_000, 16, 16
-        self.net.embeddings = EmbeddingCollection(tables=[large, small])
-
-
 class OtherOptimizer(Large):
     def __init__(self, optimizer: str) -> None:
         super().__init__()
         self.optimizer = optimizer
 
 
+WIDE = {"embedding_dim": 16}
 ANOTHER: dict[str, tuple[str, Callable[[], Any], str]] = {
     "dense parameters": ("single", Larger, r"Missing key\(s\).*added.weight.*Unexpected key\(s\).*net.hidden.2.weight"),
     "tables": (
         "sharded",
-        OtherTables,
+        partial(Large, item={"name": "other"}, cat={"num_embeddings": 18}),
         r"missing keys \S+other.weight; unexpected keys \S+item.weight; keys of another shape \S+cat.weight of \(13, 8\) "
         r"instead of \(18, 8\)",
     ),
-    "shapes of tables": ("single", TransposedTables, r"item.weight of \(40000, 8\) instead of \(20000, 16\)"),
+    "shapes of tables": (
+        "single",
+        partial(Large, 20_000, WIDE, WIDE),  # with as many values in the first table
+        r"item.weight of \(40000, 8\) instead of \(20000, 16\)",
+    ),
     "states": (
         "single",
         partial(OtherOptimizer, "adam"),

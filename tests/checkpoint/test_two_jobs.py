@@ -76,7 +76,6 @@ class Job:
         assert os.WIFSTOPPED(status), "the process has ended before it was stopped"
 
     def end(self, signalled: signal.Signals) -> int:
-        """Continue or kill the process, and return its exit code."""
         os.kill(self.process.pid, signalled)
         self.process.join(60)
         return self.process.exitcode
@@ -173,7 +172,6 @@ def _without_locks(*_: Any) -> None:
 
 
 def age(path: Path, seconds: float) -> None:
-    """Make a file look older."""
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
 

@@ -209,8 +209,6 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 class Looks(Recommender):
-    """A callback that reads a table while a checkpoint is saved."""
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if hasattr(self, "seen"):
             return

@@ -35,6 +35,5 @@ def survivors(patient: None, tmp_path: Path) -> Callable[..., dict[int, Any]]:
 
 @pytest.fixture(autouse=True)
 def streams_ended() -> Iterator[None]:
-    """End the threads of all fake streams after the test."""
     yield
     end_streams()

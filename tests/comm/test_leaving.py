@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.comm.process_group import ProcessGroupFreeScale
 from lightning_freescale.testing import _reserved_port, run_distributed
 from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, lane_threads, make_group, nothing_left, outcome
@@ -103,27 +101,6 @@ def test_destroying_a_group_whose_peer_does_not_come_ends_with_the_timeout() -> 
     assert not destroyed.kind and destroyed.seconds < SOON
     assert waited.kind == after.kind == "DistBackendError"
     assert "rank 1 did not respond" in waited.text and waited.seconds < SOON
-
-
-def test_a_job_that_comes_while_the_thread_ends_is_done() -> None:
-    worker, begun, go = WorkerThread("freescale lane rows"), threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go.wait(10)
-
-    worker.submit(slow)
-    assert begun.wait(10)
-    stopping = threading.Thread(target=worker.stop, args=(10,))
-    stopping.start()
-    while worker._jobs.empty():  # wait until the end is queued
-        pass
-    late = worker.submit(lambda: None)
-    go.set()
-    assert late.result(10) is None
-    assert worker.run(lambda: None).done()
-    stopping.join()
-    assert worker.stop(10)
 
 
 _PROGRAM = """

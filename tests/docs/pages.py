@@ -32,7 +32,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def save_files(page: Path, folder: Path) -> None:
-    """Save the titled blocks of the page as files."""
     for block in blocks(page):
         if block.title:
             (folder / block.title).write_text(block.text)

@@ -66,8 +66,6 @@ class InBackward(CountingModel):
 
 
 class OnlyTables(InBackward):
-    """A model without parameters for an optimizer."""
-
     def configure_optimizers(self) -> None:
         self.net.hidden.requires_grad_(False)
 

@@ -163,8 +163,6 @@ def test_a_plain_state_dict_loads_into_the_sharded_module() -> None:
 
 
 class Draws(TorchDispatchMode):
-    """Counts the random numbers that are drawn."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,6 @@ ROWS = {"clicked": 40, "bought": 17, "brand": 17, "category": 13, "tag": 3, "wor
 
 
 def configs(tables: dict[str, Any]) -> list[EmbeddingBagConfig]:
-    """Return TorchRec's configurations of the tables."""
     return [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, pooling=pooling)
         for name, (rows, dim, features, pooling) in tables.items()
@@ -87,7 +86,6 @@ def jagged(keys: list[str], samples: int, draw: torch.Generator, weighted: bool 
 
 
 def with_bags(batch: Batch, seed: int, longest: int = 2) -> Batch:
-    """Return a batch of the recommender with additional bags."""
     draw, samples = torch.Generator().manual_seed(seed), len(batch["label"])
     bags, weighted = jagged(KEYS, samples, draw, longest=longest), jagged(["price", "place"], samples, draw, weighted=True)
     return {**batch, "bags": bags, "weighted": weighted}

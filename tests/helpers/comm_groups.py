@@ -64,12 +64,10 @@ def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
 
 
 def lane_threads() -> set[str]:
-    """Names of the lanes' threads."""
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")}
 
 
 def sockets() -> set[str]:
-    """Return the open sockets of this process."""
     links = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the folder's own, closed by now

@@ -52,7 +52,6 @@ def assert_refused(misuses: Mapping[str, Callable[[Fabric], None]]) -> None:
 
 
 def set_up(fabric: Fabric, optimizer: str = "adagrad", steps: int = 12, net: nn.Module | None = None) -> tuple[Any, Any, Any]:
-    """Model, optimizer and loader, as ``fabric`` returns them."""
     torch.manual_seed(0)
     net = Net() if net is None else net
     model, updates = fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
@@ -67,7 +66,6 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 def run_loop(
     fabric: Fabric, model: Any, optimizer: Any, loader: Any, accumulate: int = 1, clip: Callable[[Any, Any], Any] | None = None
 ) -> list[float]:
-    """Losses of one pass."""
     losses = []
     for index, batch in enumerate(loader):
         last = (index + 1) % accumulate == 0

@@ -37,7 +37,6 @@ class Device:
         self.now = max(self.now, self.busy_until)
 
     def choose(self, index: int) -> None:
-        """Let this thread work on a device."""
         self._chosen.index = index
 
     def current(self) -> int:

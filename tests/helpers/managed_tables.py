@@ -77,8 +77,6 @@ class ManagedNet(nn.Module):
 
 
 class ManagedRecommender(Recommender):
-    """Keeps losses of validation as well."""
-
     kind = ManagedNet
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

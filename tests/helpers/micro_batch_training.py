@@ -49,8 +49,6 @@ class Model(CountingModel):
 
 
 class Watching(Callback):
-    """What callbacks see of every step."""
-
     def __init__(self) -> None:
         self.ended: list[Any] = []
         self.calls: Counter[str] = Counter()
@@ -68,7 +66,6 @@ class Watching(Callback):
 
 
 def run(micro_batches: Any, strategy: Any, make: Any = Model, data_options: Any = None, **options: Any) -> dict[str, Any]:
-    """Fit on the ranks of ``run_distributed``; return what there is to compare."""
     torch.manual_seed(0)
     module, watching = make(), Watching()
     callbacks = [watching, *options.pop("callbacks", [])]

@@ -84,8 +84,6 @@ def with_tags(batch: Batch) -> Batch:
 
 
 class Schedules(CountingModel):
-    """Another learning rate in every step."""
-
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -101,16 +99,12 @@ class AsksEarly(CountingModel):
 
 
 class Skips(CountingModel):
-    """Some steps have no loss."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx in (2, 3) else loss
 
 
 class Iterates(CountingModel):
-    """Takes its batches out of the loader itself."""
-
     def training_step(self, dataloader_iter: Any) -> Tensor:
         batch, _, _ = next(dataloader_iter)
         loss = nn.functional.mse_loss(self.net(batch["features"]), batch["label"])
@@ -124,8 +118,6 @@ class OfSeveralLoaders(CountingModel):
 
 
 class ChangesInPlace(OfTensors):
-    """Its hooks change the batch in place, and count."""
-
     seen = 0
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -141,16 +133,12 @@ class ChangesInPlace(OfTensors):
 
 
 class StepsAfterClosure(CountingModel):
-    """Calls the closure itself, and the optimizer without it."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         closure()
         optimizer.step()
 
 
 class CutsShort(CountingModel):
-    """Its epochs end before the loader does."""
-
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 4 else None
 
@@ -189,7 +177,5 @@ class Evaluates(CountingModel):
 
 
 class Freezes(CountingModel):
-    """One table stays as it is."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.Adagrad([p for name, p in self.named_parameters() if "item" not in name], lr=0.1)

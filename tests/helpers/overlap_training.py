@@ -46,15 +46,12 @@ class Run:
     threads: list[str] = field(default_factory=list)
 
     def looked_ahead(self) -> Counts:
-        """Return the numbers of lookups whose ids were predicted, not predicted, and mispredicted."""
         return tuple(
             int(self.statistics[name]) for name in ("predicted_lookups", "unpredicted_lookups", "mispredicted_lookups")
         )
 
 
 class CountingModel(Recommender):
-    """Records the engine's statistics."""
-
     def __init__(self, optimizer: str = "adagrad") -> None:
         super().__init__(optimizer)
         self.statistics: dict[str, float] = {}
@@ -66,7 +63,6 @@ class CountingModel(Recommender):
 
 
 def exchange_threads() -> list[str]:
-    """Return the names of the package's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("freescale")]
 
 
@@ -84,12 +80,10 @@ def fit(module: Any, loader: Any, validation: Any = None, ckpt_path: Any = None,
 
 
 def notices(run: Run) -> list[str]:
-    """Return the warnings about lookups that are not overlapped."""
     return [text for text in run.warnings if "overlapped" in text]
 
 
 def my_loader(steps: int) -> DataLoader:
-    """Return this rank's batches."""
     return fixed_loader(int(os.environ["RANK"]), steps)
 
 
@@ -123,7 +117,6 @@ class Case:
 
 
 def fit_all(cases: dict[str, Case], *ways: str | dict[str, Any]) -> dict[str, list[Run]]:
-    """Fit every case in every way, on the ranks of ``run_distributed``."""
     runs: dict[str, list[Run]] = {}
     for name, case in cases.items():
         for way in ways:
@@ -260,8 +253,6 @@ class Stream(IterableDataset):
 
 
 class OneBuffer:
-    """Creates every batch in the memory of the one before."""
-
     def __init__(self) -> None:
         self.batches = [as_tensors(batch) for batch in my_loader(STEPS)]
 

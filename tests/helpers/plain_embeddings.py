@@ -72,8 +72,6 @@ class PlainModel(L.LightningModule):
 
 
 class PlainBatches(list):
-    """This rank's batches, with padding."""
-
     def __init__(self, steps: int, rank: int, size: int = 4) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(100 + rank)
@@ -86,5 +84,4 @@ class PlainBatches(list):
 
 
 def plain_loader(steps: int) -> DataLoader:
-    """The batches of this rank of ``run_distributed``."""
     return DataLoader(PlainBatches(steps, int(os.environ["RANK"])), batch_size=None)

@@ -22,8 +22,6 @@ DELAY = 0.2
 
 
 class Rows(Dataset):
-    """Samples of four numbers."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -98,5 +96,4 @@ def delayed(report: BubbleReport, **parts: tuple[float, ...]) -> list[str]:
 
 
 def named(report: BubbleReport, name: str) -> Any:
-    """Figures of the exchanges of a name."""
     return next(figures for figures in report.exchanges if figures.name == name)

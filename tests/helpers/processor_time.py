@@ -17,7 +17,6 @@ PRINTED = 25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--processor-time``."""
     parser.addoption("--processor-time", action="store_true", help="print the most expensive cases")
     parser.addoption("--processor-time-file", type=Path, metavar="FILE", help="write the processor time of all cases to FILE")
 
@@ -31,7 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note when a case begins."""
     item.stash[_BEGAN] = _seconds()
     return (yield)
 

@@ -28,7 +28,6 @@ OPTIMIZERS = {
 
 
 def tables() -> list[EmbeddingConfig]:
-    """Two tables, three features, one table shared by two of them."""
     return [
         EmbeddingConfig(name="item", num_embeddings=ITEMS, embedding_dim=DIM, feature_names=["history", "candidate"]),
         EmbeddingConfig(name="cat", num_embeddings=CATEGORIES, embedding_dim=DIM, feature_names=["category"]),
@@ -121,8 +120,6 @@ class ActsInHook(Recommender):
 
 
 class Samples(Dataset):
-    """Random histories of very different lengths."""
-
     def __init__(self, size: int = 120, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.lengths = (torch.rand(size, generator=draw) ** 4 * 60).long() + 1
@@ -157,8 +154,6 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class RankBatches(Dataset):
-    """Fixed batches, one list per rank."""
-
     def __init__(self, rank: int, steps: int, batch_size: int = 4) -> None:
         samples = Samples(batch_size * steps, seed=100 + rank)
         self.batches = [collate([samples[i] for i in range(s * batch_size, (s + 1) * batch_size)]) for s in range(steps)]
@@ -171,13 +166,10 @@ class RankBatches(Dataset):
 
 
 def fixed_loader(rank: int, steps: int) -> DataLoader:
-    """This rank's batches in order."""
     return DataLoader(RankBatches(rank, steps), batch_size=None)
 
 
 class StopAt(L.Callback):
-    """Saves a checkpoint after some steps and stops."""
-
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path = step, path
 

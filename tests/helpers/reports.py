@@ -19,7 +19,6 @@ RUN = RunInfo("freescale", "HSTU", 123456, 2, "freescale", "cpu", 1, "2026-11-21
 
 
 def run_info(**changes: Any) -> RunInfo:
-    """``RUN`` with some fields changed."""
     return RunInfo(**{**vars(RUN), **changes})
 
 
@@ -72,7 +71,6 @@ def plan(fitted_steps: int = 0) -> dict[str, Any]:
 
 
 def full_report(**changes: Any) -> BubbleReport:
-    """With everything a report may have."""
     row = step(
         0.1, data_wait=0.01, forward=0.03, backward=0.03, optimizer=0.01, straggler_wait=0.005, transfer=0.01, hidden=0.02
     )

@@ -197,12 +197,10 @@ def train_overlapped(
 
 
 def known(following: Batch | None) -> NextIds | None:
-    """Return all ids of a batch; None at the end."""
     return None if following is None else {"items": following["ids"], "tags": following["tags"]}
 
 
 def _others(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return as many other ids."""
     return KeyedJaggedTensor(features.keys(), (features.values() + 1) % 3, lengths=features.lengths())
 
 

@@ -26,8 +26,6 @@ class ClockEvent:
 
 
 class ClockStream:
-    """Stands in for ``torch.cuda.Stream``."""
-
     made = 0
     events_count = True
     device = torch.device("cpu")

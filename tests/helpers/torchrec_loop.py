@@ -68,7 +68,6 @@ def _dense_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def batch(step: int, ranks: Iterable[int]) -> dict[str, Any]:
-    """Return the samples of some ranks of the loop in a step."""
     samples = Samples()
     return collate([samples[(2 * step + rank) * SHARE + index] for rank in ranks for index in range(SHARE)])
 

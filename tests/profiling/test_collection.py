@@ -33,7 +33,6 @@ def _same(seconds: float) -> float:
 
 
 def _steps(first: int, until: int) -> list[StepRecord]:
-    """Return steps of one second each."""
     return [StepRecord(float(index), index + 1.0, index) for index in range(first, until)]
 
 

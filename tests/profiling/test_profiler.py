@@ -23,8 +23,8 @@ from lightning_freescale.profiling.analysis.breakdown import ADDENDS, column
 from lightning_freescale.profiling.clock_sync import Alignment
 from lightning_freescale.profiling.collection import rank_exchange
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.profiling.reporting.report import BubbleReport
 from lightning_freescale.testing import RankFailed, run_distributed
+from tests.helpers.plain_modules import medians
 
 pytestmark = pytest.mark.xdist_group("timing")
 DELAY = 0.1
@@ -32,13 +32,7 @@ STEPS = 30
 GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
 
 
-def _medians(report: BubbleReport, name: str) -> list[float]:
-    return np.median(column(report.breakdown, name), axis=0).tolist()
-
-
 class Model(torch.nn.Linear):
-    """Rank 1 takes its time."""
-
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         time.sleep(DELAY * dist.get_rank())
         return super().forward(batch).square().mean()
@@ -77,7 +71,7 @@ def test_the_plain_loop_of_the_guide(tmp_path: Path) -> None:
     assert (report.samples == 2).all()
     assert (report.run.label, report.run.world_size, report.wait_attribution.aligned) == ("plain loop", 2, True)
     assert report.status.complete
-    waits, forwards = _medians(report, "straggler_wait"), _medians(report, "forward")
+    waits, forwards = medians(report, "straggler_wait"), medians(report, "forward")
     assert 0.8 * DELAY < waits[0] < 1.5 * DELAY and waits[1] < 0.3 * DELAY
     assert 0.8 * DELAY < forwards[1] < 1.5 * DELAY and forwards[0] < 0.3 * DELAY
     np.testing.assert_allclose(sum(column(report.breakdown, name) for name in ADDENDS), column(report.breakdown, "wall"))

@@ -103,6 +103,20 @@ def test_stopping_finishes_what_was_given_and_returns_whether_it_could(worker: W
     assert worker.stop(10) and order == [1]
 
 
+def test_a_job_that_comes_while_the_thread_ends_is_done(worker: WorkerThread) -> None:
+    begun, go = threading.Event(), threading.Event()
+    worker.submit(lambda: (begun.set(), go.wait(10)))
+    assert begun.wait(10)
+    stopping = threading.Thread(target=worker.stop, args=(10,))
+    stopping.start()
+    while worker._jobs.empty():  # wait until the end is queued
+        pass
+    late = worker.submit(lambda: None)
+    go.set()
+    assert late.result(10) is None and worker.run(lambda: None).done()
+    stopping.join()
+
+
 def test_a_done_jobs_tensors_are_let_go(worker: WorkerThread) -> None:
     held = torch.ones(1)
     alive = weakref.ref(held)

@@ -78,8 +78,6 @@ class TwoTables(NextItem):
 
 
 class OnlyTheHead(NextItem):
-    """Never looks its table up."""
-
     def __init__(self) -> None:
         super().__init__("linear")
         self.dense = nn.Parameter(torch.randn(ITEMS, DIM))
@@ -89,8 +87,6 @@ class OnlyTheHead(NextItem):
 
 
 class Frozen(NextItem):
-    """Its table stays as it is."""
-
     def __init__(self) -> None:
         super().__init__("linear", "sgd")
         self.item_emb.weight.requires_grad_(False)
@@ -259,8 +255,6 @@ def test_places_are_those_among_the_whole_scores(ranks: int) -> None:
 
 
 class Sequences(Dataset):
-    """Sequences without padding."""
-
     def __len__(self) -> int:
         return 40
 

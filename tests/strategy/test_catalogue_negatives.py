@@ -8,55 +8,40 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.helpers.catalogue_models import CLOSE, DIM, SHARD, STEPS, NextItem
 from tests.helpers.overlap_training import Case, compared, not_refused
 
-ITEMS, DIM, LENGTH, STEPS = 300, 8, 6, 5
+ITEMS, LENGTH = 300, 6
 SHARED, PER_POSITION = 64, 4
 """Negatives of all positions of a batch together, or of each of them alone."""
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-}
-CLOSE = {"losses": (1e-5, 1e-6), "weights": (1e-4, 1e-6), "states": (1e-4, 1e-7)}
 Batch = dict[str, Tensor]
 
 
-class Sampled(L.LightningModule):
-    """Predicts every item of a sequence from those before it; 0 is no item, and small ids are popular."""
+class Sampled(NextItem):
+    """Has a loss of the whole batch; small ids are popular."""
 
     def __init__(self, loss: Callable[[Sampled, Batch], Tensor], optimizer: str = "adagrad") -> None:
-        super().__init__()
-        self.item_emb, self.hidden = nn.Embedding(ITEMS, DIM, padding_idx=0), nn.Linear(DIM, DIM)
+        super().__init__("last", optimizer)
+        self.item_emb, self.bias, self.loss = nn.Embedding(ITEMS, DIM, padding_idx=0), None, loss
         self.register_buffer("log_q", -torch.log(torch.arange(ITEMS) + 2.0))
-        self.loss, self.optimizer, self.losses = loss, optimizer, []
-        self.statistics: dict[str, float] = {}
 
-    def states(self, batch: Batch) -> Tensor:
-        return torch.tanh(self.hidden(self.item_emb(batch["items"][:, :-1]).cumsum(1)))
+    def states_of(self, batch: Batch) -> Tensor:
+        return self.states(batch["items"][:, :-1])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(self, batch)
         self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer](self.parameters())
-
-    def on_train_end(self) -> None:
-        engine = getattr(self.trainer.strategy, "engine", None)
-        if engine is not None:
-            self.statistics = engine.statistics()
-
 
 def sampled_softmax(model: Sampled, batch: Batch) -> Tensor:
-    hidden, targets, negatives = model.states(batch), batch["items"][:, 1:], batch["shared"]
+    hidden, targets, negatives = model.states_of(batch), batch["items"][:, 1:], batch["shared"]
     positive = (hidden * model.item_emb(targets)).sum(-1, keepdim=True) - model.log_q[targets][..., None]
     negative = hidden @ model.item_emb(negatives).T - model.log_q[negatives]
     logits = torch.cat([positive, negative.masked_fill(targets[..., None] == negatives, -torch.inf)], dim=-1)
@@ -64,7 +49,7 @@ def sampled_softmax(model: Sampled, batch: Batch) -> Tensor:
 
 
 def gbce(model: Sampled, batch: Batch) -> Tensor:
-    hidden, targets, negatives = model.states(batch), batch["items"][:, 1:], batch["own"]
+    hidden, targets, negatives = model.states_of(batch), batch["items"][:, 1:], batch["own"]
     rate, calibration = PER_POSITION / (ITEMS - 2), 0.75
     beta = rate * (calibration * (1 - 1 / rate) + 1 / rate)
     positive = beta * F.logsigmoid((hidden * model.item_emb(targets)).sum(-1))  # log(sigmoid(s) ** beta)
@@ -75,7 +60,7 @@ def gbce(model: Sampled, batch: Batch) -> Tensor:
 def in_batch(model: Sampled, batch: Batch, selected: bool = False) -> Tensor:
     """Take the positives of other positions as negatives; ``selected`` looks up no padding, but ids that no batch holds."""
     targets, known = batch["items"][:, 1:], batch["items"][:, 1:] > 0
-    ids, hidden = targets[known], model.states(batch)[known]
+    ids, hidden = targets[known], model.states_of(batch)[known]
     rows, places = model.item_emb(ids) if selected else model.item_emb(targets)[known], torch.arange(len(ids))
     hits = (ids[:, None] == ids) & (places[:, None] != places)
     return F.cross_entropy((hidden @ rows.T - model.log_q[ids]).masked_fill(hits, -torch.inf), places)
@@ -98,9 +83,6 @@ def _loader() -> DataLoader:
         shared = torch.randint(1, ITEMS, (SHARED,), generator=draw)
         found.append({"items": torch.where(known, popular, 0), "own": own, "shared": shared})
     return DataLoader(found, batch_size=None)
-
-
-SHARD = {"shard": ["item_emb"]}
 
 
 def case(loss: Any, lookups: int, optimizer: str, known: bool = True) -> Case:
@@ -127,7 +109,7 @@ def test_rows_of_the_weight_by_index_are_refused_with_the_call_that_looks_them_u
     styles = {
         "index": lambda model, batch: model.item_emb.weight[batch["shared"]].sum(),
         "functional": lambda model, batch: F.embedding(batch["shared"], model.item_emb.weight).sum(),
-        "logits": lambda model, batch: (model.states(batch) @ model.item_emb.weight.T)[..., batch["shared"]].sum(),
+        "logits": lambda model, batch: (model.states_of(batch) @ model.item_emb.weight.T)[..., batch["shared"]].sum(),
     }
     error = ["RuntimeError", "item_emb.weight", "item_emb(ids)"]
     cases = {name: Case(lambda each=each: Sampled(each), _loader, error=error, steps=0) for name, each in styles.items()}

@@ -122,8 +122,6 @@ def test_a_strategy_can_be_copied_before_a_fit(copied: Any) -> None:
 
 
 class Writer(BasePredictionWriter):
-    """Keeps the predictions of each sample by its number."""
-
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
         self.of_batches: dict[int, float] = {}

@@ -14,13 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.options import TRANSPORTS
 from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.selection import (
     TransportRefused,
     auto_candidates,
-    gather_topology,
     refusal,
     set_up_transport,
 )
@@ -158,16 +156,6 @@ def test_host_and_native_can_always_be_had_and_hosts_are_told_who_is_near(monkey
     assert [_set_up(monkeypatch, nowhere, name, None) for name in ("host", "native")] == [["host"] * 2, [None] * 2]
     built = _set_up(monkeypatch, _hosts(2, 1), "two-level", lambda rank, kind, near: (kind, near))
     assert sorted(map(str, built)) == sorted(map(str, [("two-level", [0, 1])] * 2 + [("two-level", [2])]))
-
-
-def test_ranks_hear_what_the_others_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = _hosts(2, 1)
-    hardware = iter(where.hardware)
-    monkeypatch.setattr(RankHardware, "from_this_process", staticmethod(lambda transport: next(hardware)))
-    p2ps = _p2ps(3)
-    heard = on_ranks(3, lambda rank: gather_topology(ProcessGroupFreeScaleOptions(), p2ps[rank]))
-    assert heard[0] == heard[1] == heard[2] and heard[0].ranks == (10, 11, 12)
-    assert {each.gpu for each in heard[0].hardware} == {"a0", "a1", "b0"}
 
 
 class _Built:

@@ -50,8 +50,6 @@ class Part(IterableDataset):
 
 
 class SlowOnOne(Part):
-    """A stream that is slower on rank 1."""
-
     def _sample(self, number: int) -> tuple[int, int, float]:
         time.sleep(0.003 * self.rank)
         return super()._sample(number)

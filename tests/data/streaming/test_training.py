@@ -21,8 +21,6 @@ SLOW = pytest.mark.slow
 
 
 class Fixed(Rereading):
-    """A stream with the samples of one rank."""
-
     for_rank = property()
 
 

@@ -22,7 +22,7 @@ FEATURES |= {"items.embeddings.category": ("ids", ["category"], CATEGORIES), "ta
 Lists = dict[str, dict[int, float]]
 
 
-def _published(hot_rows: Any, late_ranks: range = range(0)) -> list[tuple[Lists, dict[str, tuple[torch.Tensor, torch.Tensor]]]]:
+def _published(late_ranks: range) -> list[tuple[Lists, dict[str, tuple[torch.Tensor, torch.Tensor]]]]:
     found = []
 
     def after(step: int, tables: Any, engine: Any) -> None:
@@ -31,7 +31,7 @@ def _published(hot_rows: Any, late_ranks: range = range(0)) -> list[tuple[Lists,
         rows = engine.hot_rows()
         found.append(({name: dict(zip(*(each.tolist() for each in pair))) for name, pair in rows.items()}, rows))
 
-    options = {**HOT, "hot_rows": hot_rows, "submit": None}
+    options = {**HOT, "submit": None}
     if dist.get_rank() in late_ranks:
         options["submit"] = lambda _, following: ({}, known(following) or {})
     train_overlapped(OPTIMIZERS["sgd"], batches(dist.get_rank(), STEPS), between=after, **options)
@@ -65,17 +65,12 @@ def test_lists_have_the_accesses_of_all_ranks(late_ranks: range) -> None:
     """
     expected = _expected()
     assert any(count > 2 for lists in expected for rows in lists.values() for count in rows.values())
-    for found in run_distributed(_published, RANKS, 0.5, late_ranks):
+    for found in run_distributed(_published, RANKS, late_ranks):
         for step, ((lists, rows), wanted) in enumerate(zip(found, expected)):
             assert lists == wanted, f"after step {step}"
             for ids, counts in rows.values():
                 assert ids.dtype == torch.int64 and counts.dtype == torch.float32
                 assert (counts.diff() <= 0).all(), "the most requested rows are first"
-
-
-def test_without_hot_rows_there_are_no_lists() -> None:
-    for found in run_distributed(_published, RANKS, 0):
-        assert [lists for lists, _ in found] == [{}] * STEPS
 
 
 STEPS_OF_SHIFT, SHIFT = 48, 16

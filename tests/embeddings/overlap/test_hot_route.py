@@ -124,11 +124,6 @@ def _refused(cases: list[tuple[dict[str, Any], str]]) -> None:
                 OverlapEngine(tables, **options)
 
 
-def _by_nccl() -> None:
-    ProcessGroupFreeScale.moves_by_nccl, ProcessGroupFreeScale.connect = True, lambda group: None
-    _refused([(HOT, "several embedding collections, 'items'.*NCCL")])
-
-
 class _NearGroup(ProcessGroupFreeScale):
     """A group of a node that NCCL would serve on rank 0 only."""
 
@@ -162,7 +157,6 @@ def test_ranks_agree_that_nccl_moves_rows() -> None:
 
 def test_refusals() -> None:
     run_distributed(_refused, 2, REFUSED)
-    run_distributed(_by_nccl, 4)
 
 
 def _exchanges(options: dict[str, Any]) -> tuple[int, list[str]]:

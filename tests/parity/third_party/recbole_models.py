@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.parity.third_party.training import CATALOGUE, DIM, LENGTH, RATES, SAMPLES, Training, sequences
 
-# as RecBole's Config has them by default; sizes and the loss are ours
+# as RecBole's Config has them by default, also the dropout of the models; sizes and the loss are ours
 FIELDS = {
     "USER_ID_FIELD": "user_id",
     "ITEM_ID_FIELD": "item_id",
@@ -88,16 +88,12 @@ class RecBoleTraining(Training):
 
 
 class SASRecTraining(RecBoleTraining):
-    """Dropout as in RecBole's own settings."""
-
     model_class = SASRec
     config = {**TRANSFORMER, "hidden_dropout_prob": 0.5, "attn_dropout_prob": 0.5}
     without_effect = ("attention.key.bias",)
 
 
 class GRU4RecTraining(RecBoleTraining):
-    """Dropout as in RecBole's own settings."""
-
     model_class = GRU4Rec
     config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "num_layers": 1, "dropout_prob": 0.3}
     rates = {"sgd": 5.0, "adagrad": 0.013, "adam": 0.005}  # its rows are drawn the smaller the more there are
@@ -128,8 +124,6 @@ class BERT4RecTraining(RecBoleTraining):
 
 
 class NARMTraining(RecBoleTraining):
-    """Dropout as in RecBole's own settings."""
-
     model_class = NARM
     config = {"embedding_size": DIM, "hidden_size": 2 * DIM, "n_layers": 1, "dropout_probs": [0.25, 0.5]}
     first_rows = 0.5
@@ -143,8 +137,6 @@ class SRGNNTraining(RecBoleTraining):
 
 
 class LightSANsTraining(RecBoleTraining):
-    """Dropout as in RecBole's own settings."""
-
     model_class = LightSANs
     config = {**TRANSFORMER, "k_interests": 5, "hidden_dropout_prob": 0.5, "attn_dropout_prob": 0.5}
     rates = {**RATES, "adagrad": 0.01}

@@ -95,12 +95,10 @@ class Training(L.LightningModule):
         self.optimizer, self.losses = optimizer, []
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch."""
         raise NotImplementedError
 
     @classmethod
     def batches(cls, seed: int, count: int) -> list[Any]:
-        """Return that many batches."""
         return sequences(seed, count, cls.items)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

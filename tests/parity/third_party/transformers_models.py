@@ -87,8 +87,6 @@ class BertTraining(LlamaTraining):
 
 
 class BertOwnTable(LlamaOwnTable):
-    """The model's own table holds the items."""
-
     tables = ("model.embeddings.word_embeddings",)
     without_effect = BertTraining.without_effect
 
@@ -97,16 +95,17 @@ class BertOwnTable(LlamaOwnTable):
         self.model = BertModel(BertConfig(vocab_size=ITEMS, **SIZES), add_pooling_layer=False)
 
 
-class GPT2OwnTable(LlamaOwnTable):
-    """The model's own table holds the items; its dropout is on."""
+GPT2 = {"n_positions": LENGTH, "n_embd": DIM, "n_layer": 2, "n_head": 2, "n_inner": 2 * DIM}
+"""Its dropout is on."""
 
+
+class GPT2OwnTable(LlamaOwnTable):
     tables = ("model.wte",)
     without_effect = ("attn.c_attn.bias",)  # a third of it is the keys'
 
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)
-        sizes = {"n_positions": LENGTH, "n_embd": DIM, "n_layer": 2, "n_head": 2, "n_inner": 2 * DIM}
-        self.model = GPT2Model(GPT2Config(vocab_size=ITEMS, bos_token_id=None, eos_token_id=None, **sizes))
+        self.model = GPT2Model(GPT2Config(vocab_size=ITEMS, bos_token_id=None, eos_token_id=None, **GPT2))
 
 
 class MambaOwnTable(LlamaOwnTable):
@@ -160,5 +159,4 @@ class GPT2Softmax(LlamaSoftmax):
 
     def __init__(self, optimizer: str) -> None:
         Training.__init__(self, optimizer)
-        sizes = {"n_positions": LENGTH, "n_embd": DIM, "n_layer": 2, "n_head": 2, "n_inner": 2 * DIM}
-        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=CATALOGUE, bos_token_id=None, eos_token_id=None, **sizes))
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=CATALOGUE, bos_token_id=None, eos_token_id=None, **GPT2))

@@ -177,12 +177,10 @@ STEP = ResolvedStep(0, 11, 5, 32, SPANS, (ROWS, GRADIENTS))
 
 
 def _window(*steps: tuple[ResolvedStep, list[float]], **options: bool) -> RankWindow:
-    """Return the window of steps with the last arrivals at their collectives."""
     return window_of([step for step, _ in steps], [last for _, last in steps], **options)
 
 
 def _sums(window: RankWindow) -> dict[str, dict[str, float]]:
-    """Sums that are not 0."""
     return {name: {key: value for key, value in vars(sums).items() if value} for name, sums in window.exchanges.items()}
 
 
@@ -204,12 +202,6 @@ def test_sums_of_exchanges_by_name() -> None:
     assert _sums(_window(*last)) == {"rows": rows, "gradients": gradients}
     alone = _sums(_window(*last, alone=True))
     assert "last" not in alone["rows"] and "last" not in alone["gradients"], "a rank does not know who came last"
-
-
-@pytest.mark.parametrize(("last", "straggler_wait"), [(-5.0, 0.0), (99.0, 1.0)])
-def test_a_wait_is_split_within_itself(last: float, straggler_wait: float) -> None:
-    gradients = _window((STEP, [2.0, last])).exchanges["gradients"]
-    assert (gradients.straggler_wait, gradients.transfer) == (straggler_wait, 1 - straggler_wait)
 
 
 def test_undivided_waits_are_one_figure_of_their_exchange_and_no_rank_came_last() -> None:

@@ -33,8 +33,6 @@ from tests.helpers.fake_cuda_events import Device
 
 
 class Counting:
-    """Clock with increasing stamps."""
-
     def __init__(self) -> None:
         self.now = -1
 

@@ -43,8 +43,6 @@ class OnSomeRanks(BagModel):
 
 
 class LearnsWeights(BagModel):
-    """Weights the bags by a layer's values of their ids."""
-
     def __init__(self) -> None:
         super().__init__("adagrad")
         self.weight_of = nn.Embedding(20, 1)
@@ -57,8 +55,6 @@ class LearnsWeights(BagModel):
 
 
 class Computes(BagModel):
-    """Has ids that a function returns."""
-
     def scores(self, batch: Batch) -> Tensor:
         return super().scores({**batch, **computed(batch)})
 

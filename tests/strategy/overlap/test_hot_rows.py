@@ -20,8 +20,6 @@ Told = tuple[int, str, list[int], list[float]]
 
 
 class Tells(L.Callback):
-    """Notes the calls of the hook."""
-
     def __init__(self) -> None:
         self.told: list[Told] = []
         self.asked: list[dict[str, tuple[Tensor, Tensor]]] = []

@@ -75,8 +75,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 class Changes(InGroups):
-    """Sets the options of each group before every step."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for index, group in enumerate(self.trainer.optimizers[0].param_groups):
             group.update({name: change(max(batch_idx - index, 0)) for name, change in CHANGES[self.optimizer].items()})
@@ -108,8 +106,6 @@ def test_as_under_ddp(ranks: int, way: dict[str, Any], cases: dict[str, Case]) -
 
 
 class SetsLate(OfKind):
-    """Sets the learning rate in a hook of the step itself."""
-
     def __init__(self, hook: str) -> None:
         super().__init__("adagrad")
         self.hook, self.step = hook, 0
@@ -247,8 +243,6 @@ class Unfreezes(BaseFinetuning):
 
 
 class OnlyTrainable(CountingModel):
-    """Has an optimizer that holds what is not frozen when training begins."""
-
     def configure_optimizers(self) -> Any:
         return KINDS[self.optimizer]([p for p in self.parameters() if p.requires_grad])
 

@@ -108,7 +108,6 @@ IDS = {
 
 
 def computed_ids(batch: Batch) -> KeyedJaggedTensor:
-    """Return the lookups of ``Computes``."""
     return KeyedJaggedTensor(FEATURES, modules.Computes.ids(None, batch), lengths=batch["lengths"])
 
 
@@ -140,8 +139,6 @@ class HasAMethod(modules.Computes):
 
 
 class HasAnAttribute(training.CountingModel):
-    """Has an attribute of that name that is not a method."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding_ids = nn.Identity()
