@@ -105,7 +105,7 @@ def _settled(run: Mapping[str, Any]) -> dict[str, str]:
     wordings = {
         "strategy": (run["strategy"] == "freescale", r"strategy='freescale'"),
         "overlap": (run["overlap"] == "on", r"overlap=True"),
-        "sharded_tables": (run["sharded_tables"] is True, r"shard|TorchRec"),
+        "sharded_tables": (run["sharded_tables"] is True, r"should be sharded"),
         "num_workers": ((run["num_workers"] or 0) > 0, r"num_workers=2 or more"),
         "accumulate_grad_batches": (run["accumulate_grad_batches"] > 1, r"accumulate"),
         "data module": (planned is not None, r"FreeScaleDataModule\(train_set"),
@@ -113,7 +113,7 @@ def _settled(run: Mapping[str, Any]) -> dict[str, str]:
         "assignment_mode": (planned in ("slack", "free") or "assignment_mode" in options, r"'slack'"),
         "no batch_tokens": ("batch_tokens" not in options, r"batch_tokens"),
         "split_backward": ("split_backward" in options, r"split.backward"),
-        "micro_batches": ("micro_batches" in options, r"micro.batch"),
+        "micro_batches": ("micro_batches" in options or run["strategy"] != "freescale", r"micro.batch"),
         "target_bubble_reduction": ("target_bubble_reduction" in options, r"target_bubble_reduction|autopilot"),
         "wire": ("wire" in options, r"wire="),
         "cost": ("cost" in options, r"balance fit|cost='auto'"),

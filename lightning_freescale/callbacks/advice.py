@@ -68,10 +68,9 @@ def _to_balance(document: Document) -> str:
         return "Remove balance=False: FreeScaleDataModule then assigns samples so that ranks finish together"
     predicted = document["summary"].get("predicted_imbalance")
     if predicted is not None and predicted < document["summary"]["compute_imbalance"] - PARTED:
-        less = "The plan predicted less imbalance"
-        later = "after the first epoch, plans follow the measured times. If the difference stays, pass a function as cost="
         fit = "freescale balance fit makes a cost model from this run's report.json"
-        return _first(document, ("cost", f"{less}: {fit}"), ("", f"{less}: {later}"))
+        later = "After the first epoch, plans follow the measured times. If the difference stays, pass a function as cost="
+        return _first(document, ("cost", fit), ("", later))
     larger = "Try larger batches or truncated histories: freescale balance simulate predicts the imbalance"
     if plan != "fixed":
         return larger
@@ -82,7 +81,7 @@ def _to_balance(document: Document) -> str:
 def _slow_hardware(about: str, document: Document) -> str:
     if document["imbalance"]["method"] == "cost model":
         return _SEE_DEVICE
-    shows = f"BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories. If not: {_SEE_DEVICE}"
+    shows = "BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories. If not, see what runs on its device"
     return _first(document, ("lengths", shows), ("", _SEE_DEVICE))
 
 
@@ -124,7 +123,7 @@ def _dense_communication(about: str, document: Document) -> str:
         return _SHARDED_WEIGHTS
     run = document["run"]
     less = "accumulate_grad_batches= sends gradients less often; " * (run["accumulate_grad_batches"] == 1)
-    return f"{less}a larger batch hides more" + "; item tables belong into TorchRec" * (not run.get("sharded_tables"))
+    return f"{less}a larger batch hides more" + "; large embedding tables should be sharded" * (not run.get("sharded_tables"))
 
 
 def _host_overhead(about: str, document: Document) -> str:
@@ -136,6 +135,8 @@ def _padding(about: str, document: Document) -> str:
     kind = document["summary"]["padding"]["kind"]
     if kind != "batch, planned":
         return _PAD_TO_LONGEST if kind == "fixed" else _unplanned_padding(document)
+    if document["run"]["strategy"] != "freescale":  # which divides batches
+        return _NO_PADDING
     # 'auto' chooses 1 if an exchange is not overlapped
     parts = "'auto'" if document["run"].get("overlap") in ("on", None) else "2"
     separately = f"FreeScaleDataModule(micro_batches={parts}) pads each micro-batch separately"
