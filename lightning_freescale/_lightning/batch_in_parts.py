@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
@@ -67,8 +67,8 @@ def counted_in_parts(trainer: Trainer, factor: Callable[[], float]) -> ExitStack
     def count(fn: Callable[[Any], int], factor: Callable[[], float], batch: Any) -> float:
         return sum(map(fn, batch.batches if isinstance(batch, MicroBatches) else (batch,))) * factor()
 
-    stack, callbacks = ExitStack(), cast(Any, trainer).callbacks
-    for each in callbacks:
+    stack = ExitStack()
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ThroughputMonitor):
             counts = {"batch_size_fn": partial(count, each.batch_size_fn, factor)}
             if each.length_fn is not None:

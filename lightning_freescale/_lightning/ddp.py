@@ -45,6 +45,7 @@ _NOTICES: weakref.WeakSet[RankNotices] = weakref.WeakSet()  # of all strategies 
 
 
 class _OptionsOfDDP:
+    cluster_environment: ClusterEnvironment | None
     _ddp_kwargs: dict[str, Any]
     _start_method: Any
 
@@ -56,7 +57,8 @@ class _OptionsOfDDP:
     def setup_environment(self) -> None:
         """Create the default process group, and explain NCCL's error about several ranks on one GPU."""
         try:
-            super().setup_environment()  # type: ignore[misc]
+            with naming_missing_ranks(self.cluster_environment):
+                super().setup_environment()  # type: ignore[misc]
         except RuntimeError as error:
             if "Duplicate GPU detected" not in str(error):
                 raise
@@ -82,9 +84,8 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        with naming_missing_ranks(self.cluster_environment):
-            create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
-            super().setup_distributed()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
         """Replace batch norms by synchronized ones, in place, if ``Trainer(sync_batchnorm=True)`` is set."""
@@ -245,9 +246,8 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        with naming_missing_ranks(self.cluster_environment):
-            create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
-            super()._setup_distributed()
+        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Make ``fabric.no_backward_sync`` enter ``blocked(module)``, where ``module`` is wrapped by DDP."""

@@ -94,8 +94,8 @@ def around_saving(trainer: Trainer, around: Callable[[], Any]) -> AbstractContex
 
 def around_summaries(trainer: Trainer, around: Callable[[], Any]) -> ExitStack:
     """Let the callbacks of type ``ModelSummary`` count parameters inside the context ``around()``."""
-    stack, callbacks = ExitStack(), cast(Any, trainer).callbacks
-    for each in callbacks:
+    stack = ExitStack()
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ModelSummary):
             stack.enter_context(replaced(each, {"on_fit_start": _inside(around, each.on_fit_start)}))
     return stack

@@ -27,7 +27,7 @@ def naming_missing_ranks(environment: Any) -> Iterator[None]:
     The wait itself is torch's and does not change. ``environment`` is Lightning's cluster environment.
     """
     ended = threading.Event()
-    if environment.world_size() > 1 and not dist.is_initialized():
+    if not dist.is_initialized():
         call_on_daemon(partial(_watch, environment, ended), "missing ranks")
     try:
         yield
@@ -37,33 +37,32 @@ def naming_missing_ranks(environment: Any) -> Iterator[None]:
 
 def _watch(environment: Any, ended: threading.Event) -> None:
     """Register this rank in the store of rank 0, and print which ranks have not registered."""
-    address, port = environment.main_address, environment.main_port
-    rank, ranks = environment.global_rank(), environment.world_size()
     store, begun, due, over = None, time.monotonic(), FIRST_REPORT, False
     while not over:
         over = ended.wait(_POLL)
-        if store is None and _listens(address, port):
-            store = dist.PrefixStore("waiting ranks", dist.TCPStore(address, port, wait_for_workers=False))
+        rank, ranks = environment.global_rank(), environment.world_size()
+        if ranks == 1:
+            continue
+        place = environment.main_address, environment.main_port
+        if store is None and _listens(place):
+            store = dist.PrefixStore("waiting ranks", dist.TCPStore(*place, wait_for_workers=False))
             store.set(f"{rank}", "")
-        waited = time.monotonic() - begun
-        if over or waited < due:
+        if over or (waited := time.monotonic() - begun) < due:
             continue
         due += NEXT_REPORT
         missing = [0] if store is None else [other for other in range(ranks) if not store.check([f"{other}"])]
         if missing and (rank == 0 or (store is None and environment.local_rank() == 0)):
-            print(
+            text = (
                 f"strategy 'freescale': after {waited:.0f} s, rank {rank} still waits for ranks {missing} of {ranks} at "
-                f"{address}:{port}. Start the program on all nodes with this MASTER_ADDR and MASTER_PORT and check that they "
-                "reach the address, or pass the number of running nodes as num_nodes=",
-                file=sys.stderr,
-                flush=True,
+                f"{place[0]}:{place[1]}. Start the program on all nodes with this MASTER_ADDR and MASTER_PORT and check that "
+                "they reach the address, or pass the number of running nodes as num_nodes="
             )
+            print(text, file=sys.stderr, flush=True)
 
 
-def _listens(address: str, port: int) -> bool:
-    # the constructor of TCPStore would log each failed connection
-    try:
-        socket.create_connection((address, port), _POLL).close()
+def _listens(place: tuple[str, int]) -> bool:
+    try:  # the constructor of TCPStore would log each failed connection
+        socket.create_connection(place, _POLL).close()
     except OSError:
         return False
     return True
