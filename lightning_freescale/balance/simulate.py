@@ -45,10 +45,10 @@ def read_lengths(path: Path, column: str | None = None) -> Floats:
         raise FileNotFoundError(f"{path} does not exist. Pass a file with {KINDS}.")
     if kind not in ("", ".txt", ".npy", ".npz", ".csv") or (path.suffix == ".gz" and kind in (".npy", ".npz")):
         raise ValueError(f"{path} has the unknown suffix {''.join(path.suffixes[-2:])!r}. Pass a file with {KINDS}.")
-    if (kind == ".csv") != (column is not None):
-        raise ValueError(f"{path} with --column {column!r}: pass --column NAME for a .csv file, and only for a .csv file.")
+    if kind != ".csv" and column is not None:
+        raise ValueError(f"{path} with --column {column!r}: only a .csv file has columns. Remove --column.")
     try:
-        values = _from_csv(path, column) if column is not None else _from_array(path) if kind[:3] == ".np" else _from_text(path)
+        values = _from_csv(path, column) if kind == ".csv" else _from_array(path) if kind[:3] == ".np" else _from_text(path)
     except (EOFError, OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} cannot be read: {error}. Check that it is complete and matches its suffix.") from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.number) or np.iscomplexobj(values):
@@ -91,12 +91,12 @@ def _from_text(path: Path) -> Floats:
     return np.array(values, dtype=np.float64)
 
 
-def _from_csv(path: Path, column: str) -> Floats:
+def _from_csv(path: Path, column: str | None) -> Floats:
     with _open(path) as file:
         rows = csv.reader(file)
         header = next(rows, [])
         if column not in header:
-            raise ValueError(f"{path} has no column {column!r}, only {header}. Pass one of them as --column.")
+            raise ValueError(f"{path} with --column {column!r}: the columns are {header}. Pass one of them as --column.")
         place, counts = header.index(column), Counter[str]()
         for row in rows:
             if len(row) <= place or not row[place]:

@@ -51,13 +51,10 @@ class _Placeholder(Tensor):
 
     def refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{what} is not supported in training for {self.path}.weight and for logits computed from it. The table is "
-            "sharded, and each rank has some of its rows. Supported are hidden @ weight.T and F.linear(hidden, weight, bias), "
-            "then scaling, views and selections of positions, then F.cross_entropy, or log_softmax with nll_loss or gather. "
-            f"For some items, such as sampled negatives, call the embedding: {self.path}(ids). Otherwise use "
-            "lightning_freescale.losses.catalogue_cross_entropy, read a copy of the table with "
-            f"trainer.strategy.full_weight({self.path!r}) on every rank, or remove {self.path!r} from "
-            "FreeScaleStrategy(shard=...)."
+            f"{what} of {self.path}.weight, or of logits computed from it, is not supported in training, because each rank has "
+            f"some of the rows. Call {self.path}(ids) for the rows of some items. For all items, use hidden @ weight.T with "
+            "F.cross_entropy, or lightning_freescale.losses.catalogue_cross_entropy. Otherwise read a copy with "
+            f"trainer.strategy.full_weight({self.path!r}) on every rank, or remove {self.path!r} from shard=."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -349,3 +349,4 @@ def test_other_uses_are_refused_by_name() -> None:
         assert len(found) == 8, found.keys()
         for name, error in found.items():
             assert all(part in error for part in (name, "item_emb", "full_weight", "shard=")), error
+            assert len(error) < 500, error

@@ -362,5 +362,5 @@ class RowExchange:
         refuse_ranks_out_of_step(heads)
         if LookedUp.WRONG in {head.lookup for head in heads}:
             texts = gather_objects(str(wrong) if wrong else None, self._group)
-            found = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+            found = [f"rank {rank}: {text.removesuffix('.')}" for rank, text in enumerate(texts) if text is not None]
             raise ValueError(f"Embedding collection {self.path!r}, {'; '.join(found)}") from wrong
