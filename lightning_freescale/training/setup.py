@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Group
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -162,7 +162,7 @@ class TableStrategy:
         return self.tables.full_weight(path)
 
 
-def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
+def refuse_unknown_options(given: Mapping[str, Any], strategy: type) -> None:
     """Raise a TypeError for an option that neither ``strategy``, nor its base classes, nor DistributedDataParallel take.
 
     Raise a ValueError for an option that would average the dense part over other ranks than those that share the tables.
@@ -170,8 +170,8 @@ def refuse_unknown_options(given: Iterable[str], strategy: type) -> None:
     takers = [vars(each)["__init__"] for each in strategy.__mro__[:-1] if "__init__" in vars(each)]
     names = {name for taker in (*takers, DistributedDataParallel) for name in signature(taker).parameters}
     names -= {"self", "ddp_options", "kwargs", "module", "device_ids"}
-    for option in given:
-        if option in ("process_group", "device_mesh"):
+    for option, value in given.items():
+        if option in ("process_group", "device_mesh") and value is not None:
             raise ValueError(
                 f"{strategy.__name__}({option}=...): the dense part would be averaged over these ranks only, but all ranks "
                 "share the embedding tables. Groups with tables of their own (TorchRec's DMPCollection) are not supported. "

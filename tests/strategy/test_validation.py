@@ -219,7 +219,7 @@ def test_accepted_after_a_refused_fit() -> None:
         ({"overlp": True}, TypeError, "overlp=.* overlap="),
         ({"find_unused_params": True}, TypeError, "find_unused_params=.* find_unused_parameters="),
         ({"zzz": True}, TypeError, "zzz="),
-        *(({name: None}, ValueError, f"{name}=.*all ranks share") for name in ("process_group", "device_mesh")),
+        *(({name: object()}, ValueError, f"{name}=.*all ranks share") for name in ("process_group", "device_mesh")),
         ({"ids_of": dict, "overlap": False}, ValueError, "ids_of=.*overlap=False"),
         ({"split_backward": True, "overlap": False}, ValueError, "split_backward=True.*overlap=False"),
         ({"ids_of": "ids"}, TypeError, "ids_of='ids'"),
