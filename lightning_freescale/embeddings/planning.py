@@ -114,7 +114,7 @@ def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, An
     padded = {}
     for table in collection.tables:
         padded[table.name] = each = copy.deepcopy(plan[table.name])
-        if each.compute_kernel == "dense":
+        if each.compute_kernel == "dense" and each.sharding_type != "data_parallel":
             each.compute_kernel = "fused"
         for shard in each.sharding_spec.shards if table.dim != table.kernel_dim and each.sharding_spec is not None else ():
             if shard.shard_sizes[1] == table.dim:

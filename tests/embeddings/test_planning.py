@@ -127,6 +127,7 @@ def _table_plan(kind: str, kernel: str, *widths: int) -> Any:
     [
         (True, "table_wise", "fused", FROZEN, "'user'.*'table_wise'.*row_wise"),
         (True, "row_wise", "fused_uvm_caching", FROZEN, "'user'.*'fused_uvm_caching'"),
+        (False, "data_parallel", "dense", FROZEN, r"'cat'.*'data_parallel'.*'dense'.*planner\.plan\("),
         (False, "row_wise", "key_value", FROZEN, "'cat'.*'x'.*'key_value'.*'fused_uvm'"),
         (False, "row_wise", "dense", FROZEN, ""),
         (False, "column_wise", "fused", ADAM, ""),
