@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -113,6 +117,18 @@ def case(others: str, optimizer: str = "adagrad", fields: Any = (), make: Any = 
     return Case(build, lambda: bag_loader(STEPS), {"max_epochs": 1, **more}, overlap, notice=None)
 
 
+def _planners_plan() -> ShardingPlan:
+    kinds = dict.fromkeys(("cat", "brand", "price"), (["data_parallel"], ["dense"]))
+    others = dict.fromkeys(("item", "word", "place"), (["row_wise", "table_wise"], ["fused"]))
+    constraints = {
+        name: ParameterConstraints(sharding_types=types, compute_kernels=kernels)
+        for name, (types, kernels) in (kinds | others).items()
+    }
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    return planner.plan(Sums(), [EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()])
+
+
 # -- features of tables
 
 
@@ -166,6 +182,10 @@ TABLE_FEATURES: dict[str, Feature] = {
     "data_parallel, validation": Feature(
         replace(case("row", cat="data", brand="data"), validation=lambda: bag_loader(2, salt=7))
     ),
+    "data_parallel, averages": Feature(
+        case("row", cat="data", brand="data", callbacks=lambda: [EMAWeightAveraging(decay=0.7, update_starting_at_step=1)])
+    ),
+    "a planner's plan": Feature(replace(case("row"), overlap={"plan": _planners_plan}), BOTH),
     "tables of FP16": Feature(
         case("row", make=partial(Sums, data_type=DataType.FP16)), [{**OVERLAPPED, "dedup": False}], BY_TORCHREC, ROUNDED
     ),
