@@ -236,7 +236,7 @@ class FreeScaleDataModule(TrainerDataModule):
             if isinstance(self.train, MapStyleData):
                 asked, samples = self.train.budget or self.batch_size, len(self.train.costs)
                 if (fewer := fewer_than_asked(samples, self._rank_and_world_size()[1], asked)) is not None:
-                    rank_zero_warn(f"FreeScaleDataModule(batch_size={asked}): {fewer}")
+                    rank_zero_warn(f"FreeScaleDataModule(batch_size={asked}): {fewer} Pass a smaller batch_size")
 
     def teardown(self, stage: str) -> None:
         """Destroy the process group of a stream, and restore the Trainer's settings."""

@@ -58,21 +58,26 @@ def micro_batches_in(trainer: Trainer, take_loaded: Callable[[MicroBatches], Non
         yield
 
 
-def counted_in_parts(trainer: Trainer, factor: Callable[[], float]) -> ExitStack:
-    """Let each ``ThroughputMonitor`` count all micro-batches, and ``factor()`` times the samples of this rank.
+def counting_all_samples(trainer: Trainer) -> ExitStack:
+    """Let each ``ThroughputMonitor`` count all micro-batches, and the mean number of samples of all ranks.
 
     Lightning takes rank 0's number of samples times the number of ranks as the number of all samples.
     """
 
-    def count(fn: Callable[[Any], int], factor: Callable[[], float], batch: Any) -> float:
-        return sum(map(fn, batch.batches if isinstance(batch, MicroBatches) else (batch,))) * factor()
+    def count(fn: Callable[[Any], int], items: bool, batch: Any) -> float:
+        mine = sum(map(fn, batch.batches if isinstance(batch, MicroBatches) else (batch,)))
+        sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
+        if items or not trainer.training or not hasattr(sampler, "counts"):
+            return mine
+        counts = sampler.counts(trainer.fit_loop.epoch_loop.batch_idx)
+        return float(mine * sum(counts) / (len(counts) * counts[trainer.global_rank]))
 
     stack = ExitStack()
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ThroughputMonitor):
-            counts = {"batch_size_fn": partial(count, each.batch_size_fn, factor)}
+            counts = {"batch_size_fn": partial(count, each.batch_size_fn, False)}
             if each.length_fn is not None:
-                counts["length_fn"] = partial(count, each.length_fn, lambda: 1)
+                counts["length_fn"] = partial(count, each.length_fn, True)
             stack.enter_context(replaced(each, counts))
     return stack
 

@@ -37,7 +37,7 @@ class BalanceMonitor:
         self._planned_by: tuple[Any, dict[str, Any]] = None, {}  # costs and options of the epoch
         self._reported = False
         self._sums = BalanceSums()
-        self._logged_step, self._step = -1, 0
+        self._logged_step = -1
         self._padding = None
         self._train = train = map_style_data(trainer)
         if train is not None and train.lengths is not None and train.padding in ("auto", "fixed") and not train.padded_length:
@@ -50,7 +50,7 @@ class BalanceMonitor:
 
     def start_step(self, step: int) -> float:
         """Log the plan of the ``step``-th batch before ``training_step``, and return the factor for this rank's loss."""
-        self._step, sampler = step, self.sampler
+        sampler = self.sampler
         if hasattr(sampler, "balance"):
             if sampler.epoch != self._epoch:
                 self._start_epoch(sampler)
@@ -58,13 +58,6 @@ class BalanceMonitor:
                 balance, base = sampler.balance(step), self._base_in(sampler.epoch)
                 self._log_step(balance.with_base(base, sampler.num_replicas) if base else balance)
         return float(sampler.loss_weight(step)) if hasattr(sampler, "loss_weight") else 1.0
-
-    def samples_of_ranks(self) -> float:
-        """Return the mean number of samples of all ranks in the current batch, divided by this rank's number."""
-        if not (self.trainer.training and hasattr(self.sampler, "counts")):
-            return 1.0
-        counts = self.sampler.counts(self._step)
-        return float(sum(counts) / (len(counts) * counts[self.trainer.global_rank]))
 
     def observe_padding(self, step: int, batch: Any) -> None:
         """Examine the ``step``-th batch until the padding of batches is known. Collective until then."""

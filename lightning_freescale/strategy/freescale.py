@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_freescale._lightning.batch_in_parts import counted_in_parts, micro_batches_in, of_each_part
+from lightning_freescale._lightning.batch_in_parts import counting_all_samples, micro_batches_in, of_each_part
 from lightning_freescale._lightning.loops import Trainer, TrainerFn, find_remote_last, reload_train_loader, weights_only_of_run
 from lightning_freescale._lightning.profiler import log_scalars
 from lightning_freescale._lightning.stop_points import SIGTERMException
@@ -255,12 +255,10 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         if self._hides_nothing and (found or not getattr(sampler, "may_pad", False)):
             settle_without_exchange(dataloader, self._hides_nothing)
         loader = super().process_dataloader(dataloader)
-        trainer = self.trainer
-        if trainer.training:
-            warn_of_few_samples(loader)
-        if not (self.overlap and found and trainer.training):
+        if not (trainer := self.trainer).training:
             return loader
-        return LookaheadLoader(loader, lambda: trainer.num_training_batches)
+        warn_of_few_samples(loader)
+        return LookaheadLoader(loader, lambda: trainer.num_training_batches) if self.overlap and found else loader
 
     @property
     @override
@@ -307,8 +305,8 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             self._hot_rows_hooks = [each.on_hot_rows_changed for each in callbacks if hasattr(each, "on_hot_rows_changed")]
         self.at_teardown.enter_context(micro_batches_in(trainer, None if step is None else step.take_loaded))
         assert self._tuner is not None
-        self._balance_monitor = monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
-        self.at_teardown.enter_context(counted_in_parts(trainer, monitor.samples_of_ranks))
+        self._balance_monitor = BalanceMonitor(trainer, self.timeline, self._tuner.group)
+        self.at_teardown.enter_context(counting_all_samples(trainer))
         self.autopilot = self._tuner.start(step, self.target_bubble_reduction, self._hides_nothing, self.chosen_settings)
 
     @override

@@ -170,7 +170,7 @@ def warn_of_few_samples(loader: Any) -> None:
     """Warn that a step of a torch ``DataLoader`` has fewer samples than its ``batch_size``."""
     sampler, asked = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
     if asked and isinstance(sampler, Sized) and len(sampler) < asked:
-        rank_zero_warn(f"DataLoader(batch_size={asked}): the number of samples for each rank, {len(sampler)}, is smaller")
+        rank_zero_warn(f"DataLoader(batch_size={asked}) is above the samples of each rank, {len(sampler)}. Pass a smaller one")
 
 
 def warn_of_loader(loader: Any) -> None:

@@ -199,8 +199,8 @@ def test_a_batch_size_above_the_data_is_a_warning_before_training() -> None:
     assert run_distributed(_warnings_of_few_samples, 2) == [
         [
             "FreeScaleDataModule(batch_size=2): A step of 2 x 2 needs 4 samples, but the data set has only 3. Each step has "
-            "all 3, 1 or 2 per rank.",
-            "DataLoader(batch_size=4): the number of samples for each rank, 2, is smaller",
+            "all 3, 1 or 2 per rank. Pass a smaller batch_size",
+            "DataLoader(batch_size=4) is above the samples of each rank, 2. Pass a smaller one",
         ],
         [],
     ]
