@@ -42,6 +42,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (lambda: {"lengths": [1, 2]}, ["lengths", "(2,)", "[8]"]),
     (lambda: {"lengths": [1, 2, 3, 4, 5, 6, 7, -8]}, ["lengths[7] is -8.0"]),
     (lambda: {"cost": [1.0] * 7}, ["cost", "(7,)"]),
+    (lambda: {**LENGTHS, "cost": "cost"}, ["cost='cost'", "'auto', a function, or the costs"]),
     (lambda: {**LENGTHS, "cost": lambda lengths: -lengths}, ["cost(lengths)[0] is -"]),
     (lambda: {**LENGTHS, "target_counts": [1.0] * 8}, ["target_counts=", "'target_mean'", "'sample_mean'"]),
     (lambda: {"lengths": [1.0], "cost": [1.0] * 8}, ["lengths", "(1,)"]),

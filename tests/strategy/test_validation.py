@@ -28,6 +28,7 @@ from lightning_freescale import FreeScaleDataModule, FreeScaleFabricStrategy, Fr
 from lightning_freescale.data import BalanceOptions
 from lightning_freescale.testing import run_distributed
 from lightning_freescale.training.setup import refuse_ddp_options
+from tests.docs.pages import DOCS
 from tests.helpers.recommender import Recommender, Samples, collate, trainer
 
 
@@ -301,7 +302,7 @@ def test_the_other_libraries_refuse_it(
 
 
 def test_its_name_is_registered() -> None:
-    for strategy in ("freescale", FreeScaleStrategy()):
+    for strategy in ("freescale", "FreeScale", FreeScaleStrategy()):
         assert isinstance(_trainer(strategy), FreeScaleStrategy)
     for name, unused in (("freescale", False), ("freescale_find_unused_parameters_true", True)):
         strategy = _fabric(name)
@@ -315,6 +316,17 @@ def test_the_data_module_refuses_a_trainer_of_pytorch_lightning() -> None:
     trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(TypeError, match=r"pytorch_lightning.*import lightning as L"):
         trainer.fit(pytorch_lightning.LightningModule(), datamodule=FreeScaleDataModule([0, 1, 2], lambda sample: 1))
+
+
+def test_modules_of_pytorch_lightning_are_refused_as_the_docs_say() -> None:
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        pass
+
+    with pytest.raises(TypeError, match=(said := "`model` must be a `LightningModule`")):
+        trainer(devices=1).fit(Module(), _data())
+    assert said in (DOCS / "limits.md").read_text()
 
 
 # -- several ranks on one GPU
