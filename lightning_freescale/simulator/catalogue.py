@@ -13,8 +13,6 @@ from lightning_freescale.simulator.quantity import Quantity, assumed
 
 _BINS = 400
 _STEEPEST = 3.0
-_TOLERANCE = 0.9
-"""Smallest ratio to a possible collision rate that chance explains."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +65,22 @@ class Catalogue:
         Raises:
             ValueError: No exponent up to 3 leads to this rate.
         """
-        least, most = (self._with(end).collision_rate(tokens) for end in (0.0, _STEEPEST))
-        if not _TOLERANCE * least <= collision_rate.value <= most / _TOLERANCE:
+        exponents = np.linspace(0.0, _STEEPEST, 61)
+        rates = [replace(self, exponent=Quantity(each, "assumed")).collision_rate(tokens) for each in exponents.tolist()]
+        # with more lookups than rows, the rate first falls; popularity is on the branch of this catalogue's exponent
+        turn = int(np.argmin(rates))
+        branch = slice(turn, None) if exponents[turn] < self.exponent.value else slice(turn, None, -1)
+        rates, exponents = rates[branch], exponents[branch]
+        if not 0.9 * rates[0] <= collision_rate.value <= rates[-1] / 0.9:  # chance explains such differences
             raise ValueError(
                 f"the collision rate {collision_rate.value:.3f} ({collision_rate.source}) is not possible for {tokens:.0f} "
-                f"lookups in {self.rows} rows, only rates from {least:.3f} to {most:.3f} are. Check the number of rows, or "
-                "pass an exponent."
+                f"lookups in {self.rows} rows, only rates from {rates[0]:.3f} to {rates[-1]:.3f} are. Check the number of "
+                "rows, or pass an exponent."
             )
-        low, value, high = (
-            self._exponent(min(max(rate, least), most), tokens)
-            for rate in (collision_rate.low, collision_rate.value, collision_rate.high)
-        )
+        ends = (collision_rate.low, collision_rate.value, collision_rate.high)
+        low, value, high = (float(np.interp(rate, rates, exponents)) for rate in ends)
         source = f"from a collision rate of {collision_rate.value:.3f}, {collision_rate.source}"
-        exponent = Quantity(value, collision_rate.word, min(low, value), max(high, value), "", source)
-        return replace(self, exponent=exponent)
-
-    def _exponent(self, rate: float, tokens: float) -> float:
-        low, high = 0.0, _STEEPEST
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._with(middle).collision_rate(tokens) < rate else (low, middle)
-        return (low + high) / 2
-
-    def _with(self, exponent: float) -> Catalogue:
-        return replace(self, exponent=Quantity(exponent, "assumed"))
+        return replace(self, exponent=Quantity(value, collision_rate.word, min(low, high), max(low, high), "", source))
 
 
 @lru_cache(maxsize=256)

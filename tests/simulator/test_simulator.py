@@ -125,6 +125,9 @@ def test_catalogue_is_fitted_to_a_measured_rate() -> None:
     assert known.collision_rate(20_000) == pytest.approx(0.4, abs=0.01) and known.exponent.word == "measured"
     assert known.exponent.low < known.exponent.value < known.exponent.high
     assert known.collision_rate(200_000) > 0.4, "more ranks share more rows"
+    for rows, exponent in ((4000, 1.03), (4000, 0.3), (10**7, 1.03)):  # with few rows, the rate falls with the exponent
+        rate = Catalogue(rows, exactly(exponent)).collision_rate(20_000)
+        assert Catalogue(rows).fitted(Quantity(rate, "measured"), 20_000).exponent.value == pytest.approx(exponent, abs=0.02)
     with pytest.raises(ValueError, match=r"collision rate 0\.010 .* 90000 lookups in 1000 rows"):
         Catalogue(1000).fitted(Quantity(0.01, "measured"), 90_000)
 
