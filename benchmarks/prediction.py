@@ -24,9 +24,9 @@ from lightning_freescale.balance.forecast import PLANNED_STEPS, draw_steps, repo
 
 SIMULATE = """
 import sys, time
-from lightning_freescale.command_line.balance import run
+from lightning_freescale.command_line.simulate import run
 began = time.process_time()  # of one thread: equal to the wall time without other load
-run("balance", sys.argv[1:])
+run("simulate", sys.argv[1:])
 print(time.process_time() - began)
 """
 """A process of its own, so that loading what is compiled counts, as it does for who calls it once."""
@@ -71,7 +71,7 @@ def _simulate_seconds(lengths: np.ndarray, batch_size: int) -> float:
         path = Path(folder) / "lengths.npy"
         np.save(path, lengths)
         asked = ["--lengths", path, "--ranks", SIMULATED_RANKS, "--batch-size", batch_size, "--dim", 256]
-        command = [sys.executable, "-c", SIMULATE, "simulate", *map(str, asked)]
+        command = [sys.executable, "-c", SIMULATE, *map(str, asked)]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(printed.splitlines()[-1])
 
