@@ -98,7 +98,6 @@ class BubbleProfiler(ProfilerCallback):
         self.report: BubbleReport | None = None
         self.overlap: Any = None
         self.files: dict[str, Path] = {}
-        self._seen: deque[Any] = deque(maxlen=self.options.max_steps)  # lengths of this rank's samples, by lengths_fn
         self._timeline = Timeline()
         self._profiler: StepProfiler | None = None
         self._group: dist.ProcessGroup | None = None
@@ -122,7 +121,6 @@ class BubbleProfiler(ProfilerCallback):
             raise ValueError("Trainer(callbacks=...) contains several BubbleProfilers. Pass one, which records the whole step")
         self.report = self.overlap = None
         self.files = {}
-        self._seen.clear()
         own = getattr(trainer.strategy, "timeline", None)  # strategies of this package record more spans on their timeline
         self._timeline = own if isinstance(own, Timeline) else Timeline()
         self._timeline.enable(trainer.strategy.root_device)
@@ -145,6 +143,7 @@ class BubbleProfiler(ProfilerCallback):
         self._observing.enter_context(before_batches(trainer, self._open_first_step))
         run = describe_run(trainer, pl_module, None if dirpath.name == _FOLDER else dirpath.name, **self._own_options)
         device = trainer.strategy.root_device
+        self._seen: deque[Any] = deque(maxlen=self.options.max_steps)  # lengths of this rank's samples, by lengths_fn
         self._profiler = StepProfiler(self._timeline, device, group, self.options, run, dirpath, fit_costs, advise)
         if self.verbose is not False and trainer.is_global_zero:
             self._observing.enter_context(self._line.beside_bar(trainer))
@@ -174,9 +173,9 @@ class BubbleProfiler(ProfilerCallback):
             self._stop_profiling(report)
 
     def _note_outcome(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        heat, workload = getattr(self.overlap, "heat", None), workload_of(trainer, pl_module, self._seen, self.overlap)
-        settings = settings_of(trainer, **self._own_options)
-        self._running().history.note_outcome(settings, None if heat is None else vars(heat), workload)
+        settings, heat = settings_of(trainer, **self._own_options), getattr(self.overlap, "heat", None)
+        workload = workload_of(trainer, pl_module, self._seen, self.overlap)
+        self._running().history.note_outcome(settings, heat=None if heat is None else vars(heat), workload=workload)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -227,7 +226,7 @@ class BubbleProfiler(ProfilerCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        work = work_of_step(trainer, batch, batch_idx, self.lengths_fn, self._seen.append)
+        work = work_of_step(trainer, batch, batch_idx, self.lengths_fn, self._seen)
         self._log(trainer, self._running().end_step(*work, plan_of_step(trainer, batch_idx)))
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import astuple, fields, is_dataclass
 from typing import Any
@@ -70,13 +71,10 @@ def settings_of(trainer: Trainer, **own_options: Any) -> dict[str, Any]:
 
 
 def workload_of(trainer: Trainer, module: LightningModule, seen: Iterable[Floats], overlap: Any) -> dict[str, Any]:
-    """Return the part ``workload`` of the report of a run that ends.
+    """Return ``workload`` of the report of a run that ends.
 
-    Args:
-        trainer: the Trainer.
-        module: the module, still with sharded tables.
-        seen: lengths that the user's ``lengths_fn`` has returned on this rank, which is rank 0.
-        overlap: the report of the overlap; None if nothing was overlapped.
+    ``seen`` are lengths that the user's ``lengths_fn`` has returned on this rank, which is rank 0. ``overlap`` is the report of
+    the overlap; None if nothing was overlapped.
     """
     lengths, train = [*seen], map_style_data(trainer)
     if train is not None and train.lengths is not None:
@@ -97,17 +95,14 @@ def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | 
     sharded: Any = getattr(trainer.strategy, "tables", None)
     if sharded is not None:
         sizes = [(table.rows, table.dim * table.dtype.itemsize) for table in sharded.tables]
-    elif _has_sharded_tables(trainer, module):
-        return None
     else:
         weights = [each.weight for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
         large = max((weight.nbytes for weight in weights), default=0) / 10  # leave out positions and categories
         sizes = [(len(weight), weight.nbytes // len(weight)) for weight in weights if weight.nbytes >= large > 0]
-    if not sizes:
+    if not sizes or (sharded is None and _has_sharded_tables(trainer, module)):
         return None
-    rows, row_bytes = (sum(each) for each in zip(*sizes))
-    reduced = 0 if sharded is not None else sum(count * size for count, size in sizes)
-    return {"rows": rows, "row_bytes": row_bytes, "reduced_bytes": reduced}
+    rows, row_bytes, whole = (sum(each) for each in zip(*((count, size, count * size) for count, size in sizes)))
+    return {"rows": rows, "row_bytes": row_bytes, "reduced_bytes": 0 if sharded is not None else whole}
 
 
 def _micro_batches(trainer: Trainer) -> str | int | None:
@@ -154,23 +149,20 @@ def _parameters(trainer: Trainer, module: LightningModule) -> int:
 
 
 def work_of_step(
-    trainer: Trainer,
-    batch: Any,
-    index: int,
-    lengths_fn: Callable[[Any], Any] | None = None,
-    seen: Callable[[Floats], Any] = lambda lengths: None,
+    trainer: Trainer, batch: Any, index: int, lengths_fn: Callable[[Any], Any] | None = None, seen: deque[Floats] | None = None
 ) -> tuple[int, Floats | None, float | None]:
     """Return a step's number of samples, the sums of :func:`sample_features` over the samples, and the planned cost.
 
     Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader, and
-    are passed to ``seen``.
+    are added to ``seen``.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     count, features, planned = _planned_work(trainer, sampler, index) if hasattr(sampler, "counts") else (None, None, None)
     if lengths_fn is not None:
         lengths = np.concatenate([_lengths_of(lengths_fn(part)) for part in parts])
-        seen(lengths)
+        if seen is not None:
+            seen.append(lengths)
         return len(lengths), sample_features(lengths).sum(axis=0), planned
     if count is None:
         count = _drawn(trainer.train_dataloader, index)

@@ -52,15 +52,12 @@ class History:
         self._sums: deque[tuple[int, list[dict[str, ExchangeSums]], list[dict[str, float]]]] = deque()
         # number of the last step and every rank's memory, for the same windows
         self._memory: deque[tuple[int, list[MemoryReading | None]]] = deque()
-        self._heat: Mapping[str, Any] | None = None
-        self._workload: Mapping[str, Any] | None = None
+        self._parts: dict[str, Any] = {}
         self.added = 0
 
-    def note_outcome(
-        self, settings: Mapping[str, Any], heat: Mapping[str, Any] | None, workload: Mapping[str, Any] | None
-    ) -> None:
-        """Record the fields of :class:`RunInfo` that training may have changed, and two parts of the document."""
-        self._run, self._heat, self._workload = replace(self._run, **settings), heat, workload
+    def note_outcome(self, settings: Mapping[str, Any], **parts: Any) -> None:
+        """Record the fields of :class:`RunInfo` that training may have changed, and ``heat`` and ``workload`` of the report."""
+        self._run, self._parts = replace(self._run, **settings), parts
 
     def add_windows(self, windows: Sequence[RankWindow], plans: Sequence[PlannedStep | None] | None = None) -> None:
         """Add the same steps of every rank and their plans, None if unknown."""
@@ -127,8 +124,7 @@ class History:
             device_idle=device_idle,
             median_step=_median_step(traced, wait_attribution.aligned) if traced and len(traced[0]) == ranks else None,
             memory=_memory_of(list(self._memory)),
-            heat=self._heat,
-            workload=self._workload,
+            **self._parts,
             advise=self._advise,
         )
 
