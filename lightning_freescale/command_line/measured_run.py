@@ -10,10 +10,7 @@ import numpy as np
 from lightning_freescale.balance.calibration import fit_report, sums_of_lengths
 from lightning_freescale.balance.validation import Floats
 from lightning_freescale.profiling.reporting.document import read
-from lightning_freescale.simulator import Catalogue, Quantity, TrainingLoad
-
-_SAME = 0.05
-"""Relative difference up to which two means or maxima of lengths count as equal."""
+from lightning_freescale.simulator import Quantity
 
 
 class MeasuredRun:
@@ -21,62 +18,40 @@ class MeasuredRun:
 
     Attributes:
         lengths: History lengths as the run cut them, shape ``[samples]``; None if unknown.
-        sizes: The known ones of the whole numbers ``batch_size``, ``rows`` and ``row_bytes`` of a :class:`TrainingLoad`.
-        fits: True if the report holds the lengths of each step, so that compute can be fitted to them.
+        known: The known quantities by the fields of TrainingLoad, and ``rows``.
+        ranks: Number of ranks.
+        batch_size: Histories per rank and step; 0 if unknown.
+        collision_rate: Collision rate of the steps; None if unknown.
+        compute: Compute of the mean step, to be divided by an assumption.
+        fits: True if compute can be fitted to the lengths of each step.
     """
 
     def __init__(self, path: Path) -> None:
-        self._name, self._document = path.name, read(path)
-        self._workload = self._document.get("workload") or dict.fromkeys(("lengths", "tables", "collision_rate"))
-        known, tables = self._workload["lengths"], self._workload["tables"] or {}
-        self.lengths: Floats | None = None if known is None else np.repeat(known["values"], known["counts"])
-        self._ranks, self._reduced = self._document["run"]["world_size"], tables.get("reduced_bytes", 0)
-        steps = self._document["status"]["steps"] * len(self._document["ranks"])
-        sizes = {"batch_size": round(self._document["summary"]["samples"] / steps), **tables}
-        units = {"batch_size": "", "rows": "", "row_bytes": "B"}
-        self.sizes = {name: self._quantity(sizes[name], unit) for name, unit in units.items() if sizes.get(name)}
-        self.fits = sums_of_lengths(self._document) is not None
+        self._name, self._document = path.name, (document := read(path))
+        self.ranks, workload = document["run"]["world_size"], document.get("workload") or {}
+        groups, tables, rate = (workload.get(name) for name in ("lengths", "tables", "collision_rate"))
+        self.lengths: Floats | None = None if groups is None else np.repeat(groups["values"], groups["counts"])
+        self.fits = sums_of_lengths(document) is not None
+        self.known = {"host": self._seconds("host_overhead", "data_wait")}
+        self.compute = replace(self._seconds("compute"), source=f"{self._name} and --attention")
+        self.batch_size = round(document["summary"]["samples"] / document["status"]["steps"] / len(document["ranks"]))
+        self.collision_rate = self._quantity(rate) if rate is not None and self.batch_size else None
+        if self.batch_size:
+            self.known["batch_size"] = self._quantity(self.batch_size)
+        if tables is not None:
+            self.known |= {"rows": self._quantity(tables["rows"]), "row_bytes": self._quantity(tables["row_bytes"], "B")}
+        moved = next((each["moved_bytes"] for each in document["exchanges"] if each["name"] == "dense gradients"), None)
+        if moved is not None and self.ranks > 1:
+            reduced = moved * self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte that often
+            of_tables = 0 if tables is None else tables["reduced_bytes"]  # the simulator shards them
+            self.known["dense_bytes"] = self._quantity(max(reduced - of_tables, 0.0), "B")
 
-    def check_lengths(self, name: str, lengths: Floats) -> None:
-        """Raise a ValueError if the lengths of the file ``name`` are not those of the run."""
-        if self.lengths is None:
-            return
-        theirs, ours = ((each.mean(), each.max()) for each in (lengths, self.lengths))
-        if not np.allclose(theirs, ours, rtol=_SAME):
-            raise ValueError(
-                f"--lengths {name} has mean {theirs[0]:.4g} and maximum {theirs[1]:g}, but the run of {self._name} had mean "
-                f"{ours[0]:.4g} and maximum {ours[1]:g}. Pass --max-length {ours[1]:g} if the run cuts longer histories, or "
-                "leave out --lengths to use those of the run."
-            )
-
-    def costs(self, lengths: Floats, batch_size: int, attention: Quantity) -> dict[str, Quantity]:
-        """Return compute by the fields of TrainingLoad, from a fit to the lengths of each step or from the mean step."""
-        if self.fits:
-            fit = fit_report(self._document).fit
-            found = {"base": fit.base, **{name: getattr(fit.model, name) for name in ("linear", "quadratic", "constant")}}
-            error = np.array([1 - fit.residual, 1 + fit.residual])
-            return {name: self._quantity(value, "s", value * error) for name, value in found.items()}
-        compute = replace(self._seconds("compute"), source=f"{self._name} and {attention.source}")
-        size = self.sizes["batch_size"].value if "batch_size" in self.sizes else batch_size
-        load = TrainingLoad.from_compute(int(size), lengths, compute, attention)
-        return {"linear": load.linear, "quadratic": load.quadratic}
-
-    def step(self) -> dict[str, Quantity]:
-        """Return the other known parts of a step by the fields of TrainingLoad."""
-        found = {"host": self._seconds("host_overhead", "data_wait")}
-        moved = [each["moved_bytes"] for each in self._document["exchanges"] if each["name"] == "dense gradients"]
-        if self._ranks > 1 and moved and moved[0] is not None:
-            reduced = moved[0] * self._ranks / (2 * (self._ranks - 1))  # a ring moves each byte that often
-            # without the gradients of tables, which the simulator shards
-            found["dense_bytes"] = self._quantity(max(reduced - self._reduced, 0.0), "B")
-        return found
-
-    def catalogue(self, rows: int, mean_length: float) -> Catalogue:
-        """Return the catalogue with ``rows`` rows and, if it was measured, the collision rate of the run."""
-        rate = self._workload["collision_rate"]
-        if rate is None or "batch_size" not in self.sizes:
-            return Catalogue(rows)
-        return Catalogue(rows).fitted(self._quantity(rate), self._ranks * self.sizes["batch_size"].value * mean_length)
+    def costs(self) -> dict[str, Quantity]:
+        """Return compute by the fields of TrainingLoad, from a fit to the lengths of each step."""
+        fit = fit_report(self._document).fit
+        found = {"base": fit.base, **{name: getattr(fit.model, name) for name in ("linear", "quadratic", "constant")}}
+        error = np.array([1 - fit.residual, 1 + fit.residual])
+        return {name: self._quantity(value, "s", value * error) for name, value in found.items()}
 
     def _seconds(self, *parts: str) -> Quantity:
         """Return the time of parts of a step, as the mean over the ranks with their range."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,19 @@ from lightning_freescale.simulator.quantity import quantities
 
 _EXAMPLE = "freescale simulate --lengths lengths.txt --ranks 64,256,1024 --batch-size 32 --compute-ms 100:150:200"
 _OF_LOAD = {  # option: field, unit, factor
+    "batch_size": ("batch_size", "", 1.0),
+    "rows": ("rows", "", 1.0),
+    "row_bytes": ("row_bytes", "B", 1.0),
+    "exponent": ("exponent", "", 1.0),
     "dense_mb": ("dense_bytes", "B", 1e6),
     "host_ms": ("host", "s", 1e-3),
     "contention": ("contention", "", 1.0),
     "late_weights": ("late_weights", "", 1.0),
 }
-_ATTENTION = (0.3, 0.5, 0.7)
+_SAME = 0.05
+"""Relative difference up to which two means or maxima of lengths count as equal."""
 _OF_BALANCE = ("batch_tokens", "assignment_mode", "dim", "layers", "heads", "padded", "micro_batches")
-_OF_STEP = (*_OF_LOAD, "attention", "rows", "row_bytes", "exponent", "collision_rate", "network", "draws", "page")
+_OF_STEP = (*list(_OF_LOAD)[1:], "attention", "network", "draws", "page")
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -44,14 +48,21 @@ def run(command: str, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     alone = options.compute_ms is None and options.report is None
     try:
-        for name in _OF_STEP if alone else _OF_BALANCE:
+        measured = None if options.report is None else MeasuredRun(options.report)
+        useless = dict.fromkeys(_OF_STEP, "without --compute-ms and --report") if alone else {}
+        useless |= {} if alone else dict.fromkeys(_OF_BALANCE, "with --compute-ms or --report")
+        useless |= {"attention": f"on {options.report}, which has lengths"} if measured is not None and measured.fits else {}
+        useless |= dict.fromkeys(("column", "max_length"), "without --lengths") if options.lengths is None else {}
+        for name, why in useless.items():
             if getattr(options, name) != parser.get_default(name):
-                which = "without --compute-ms and --report" if alone else "with --compute-ms or --report"
-                raise ValueError(f"--{name.replace('_', '-')} has no effect {which}. Remove it, or change the other option.")
+                raise ValueError(f"--{name.replace('_', '-')} has no effect {why}. Remove it, or change the other option.")
+        known = {} if measured is None else measured.known
+        if options.batch_size is None and options.batch_tokens is None and "batch_size" not in known:
+            raise ValueError("Pass --batch-size N, the number of histories per rank and step.")
         if alone:
             predict_balance(options, _lengths(options, None))
         else:
-            _predict_steps(options, None if options.report is None else MeasuredRun(options.report))
+            _predict_steps(options, measured)
     except (OSError, ValueError) as error:
         parser.exit(2, f"{command}: {error}\n")
 
@@ -61,14 +72,18 @@ def _lengths(options: argparse.Namespace, measured: MeasuredRun | None) -> Float
         if measured is None or measured.lengths is None:
             what = "" if measured is None else f"{options.report} holds no history lengths. "
             raise ValueError(f"{what}Pass --lengths FILE, or --report of a run that knew its lengths.")
-        if options.max_length is not None:
-            raise ValueError(f"--max-length {options.max_length} without --lengths: {options.report} has lengths as cut.")
         return measured.lengths
     lengths = read_lengths(options.lengths, options.column)
     if options.max_length is not None:
         lengths = np.minimum(lengths, options.max_length)
-    if measured is not None:
-        measured.check_lengths(options.lengths.name, lengths)
+    if measured is not None and measured.lengths is not None:
+        theirs, ours = ((each.mean(), each.max()) for each in (lengths, measured.lengths))
+        if not np.allclose(theirs, ours, rtol=_SAME):
+            raise ValueError(
+                f"--lengths {options.lengths} has mean {theirs[0]:.4g} and maximum {theirs[1]:g}, but the run of "
+                f"{options.report} had mean {ours[0]:.4g} and maximum {ours[1]:g}. Pass --max-length {ours[1]:g} if the run "
+                "cuts longer histories, or leave out --lengths to use those of the run."
+            )
     return lengths
 
 
@@ -96,52 +111,31 @@ def _load(
     options: argparse.Namespace, lengths: Floats, measured: MeasuredRun | None
 ) -> tuple[TrainingLoad, dict[str, Quantity]]:
     """Return the load and its whole numbers. An option replaces a measured value, which replaces an assumption."""
-    sizes = _sizes(options, {} if measured is None else measured.sizes)
-    batch_size, rows, row_bytes = (int(each.value) for each in sizes.values())
-    catalogue, attention = _catalogue(options, rows, batch_size, lengths, measured), _quantity(options.attention, "attention")
-    others: dict[str, Any] = {"row_bytes": row_bytes, "catalogue": catalogue}
-    if measured is not None:
-        if measured.fits and options.attention != _ATTENTION:
-            raise ValueError(f"--attention has no effect: {options.report} has lengths, to which compute is fitted. Remove it.")
-        others |= {**measured.costs(lengths, batch_size, attention), **measured.step()}
+    known = {"rows": Quantity(Catalogue.rows, "assumed"), "row_bytes": Quantity(TrainingLoad.row_bytes, "assumed", unit="B")}
+    known |= {} if measured is None else measured.known
     for option, (field, unit, factor) in _OF_LOAD.items():
         if (given := getattr(options, option)) is not None:
-            others[field] = _quantity(given, option, unit, factor)
-    if measured is not None:
-        return TrainingLoad(batch_size, **others), sizes
-    compute = _quantity(options.compute_ms, "compute_ms", "s", 1e-3)
-    return TrainingLoad.from_compute(batch_size, lengths, compute, attention, **others), sizes
+            known[field] = _quantity(given, option, unit, factor)
+    sizes = {name: known.pop(name) for name in ("batch_size", "rows", "row_bytes")}
+    batch_size, rows, row_bytes = (int(each.value) for each in sizes.values())
+    exponent = known.pop("exponent", None)
+    catalogue = Catalogue(rows) if exponent is None else Catalogue(rows, exponent)
+    if exponent is None and measured is not None and measured.collision_rate is not None:
+        catalogue = catalogue.fitted(measured.collision_rate, measured.ranks * measured.batch_size * float(lengths.mean()))
+    others: dict[str, Any] = {"row_bytes": row_bytes, "catalogue": catalogue, **known}
+    if measured is not None and measured.fits:
+        return TrainingLoad(batch_size, **{**measured.costs(), **others}), sizes
+    attention, per_step = _quantity(options.attention, "attention"), batch_size
+    if measured is None:
+        compute = _quantity(options.compute_ms, "compute_ms", "s", 1e-3)
+    else:
+        compute, per_step = measured.compute, measured.batch_size or batch_size
+    load = TrainingLoad.from_compute(per_step, lengths, compute, attention, **others)
+    return replace(load, batch_size=batch_size), sizes
 
 
-def _sizes(options: argparse.Namespace, measured: Mapping[str, Quantity]) -> dict[str, Quantity]:
-    found = {}
-    for name, default in (("batch_size", 0), ("rows", Catalogue.rows), ("row_bytes", TrainingLoad.row_bytes)):
-        given = getattr(options, name)
-        if given is None and name in measured:
-            found[name] = measured[name]
-            continue
-        if not (given or default):
-            raise ValueError("Pass --batch-size N, the number of histories per rank and step.")
-        source = "" if given is None else f"--{name.replace('_', '-')}"
-        found[name] = Quantity(given or default, "assumed", unit="B" if name == "row_bytes" else "", source=source)
-    return found
-
-
-def _catalogue(
-    options: argparse.Namespace, rows: int, batch_size: int, lengths: Floats, measured: MeasuredRun | None
-) -> Catalogue:
-    mean = float(lengths.mean())
-    if options.exponent is not None:
-        return Catalogue(rows, _quantity(options.exponent, "exponent"))
-    if options.collision_rate is not None:
-        rate, ranks = options.collision_rate
-        found = Quantity(rate, "measured", source=f"--collision-rate, at {ranks} ranks")
-        return Catalogue(rows).fitted(found, ranks * batch_size * mean)
-    return Catalogue(rows) if measured is None else measured.catalogue(rows, mean)
-
-
-def _quantity(numbers: tuple[float, float, float], option: str, unit: str = "", factor: float = 1.0) -> Quantity:
-    low, value, high = (factor * number for number in numbers)
+def _quantity(given: Any, option: str, unit: str = "", factor: float = 1.0) -> Quantity:
+    low, value, high = (factor * number for number in (given if isinstance(given, tuple) else (given,) * 3))
     return Quantity(value, "assumed", low, high, unit, f"--{option.replace('_', '-')}")
 
 
@@ -165,14 +159,10 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank in the mean step")
     compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a run, whose figures replace assumptions")
     attention = "share of compute that grows as L², unless the report knows the lengths; default 0.3:0.5:0.7"
-    add("--attention", type=_range, default=_ATTENTION, metavar="SHARE", help=attention)
+    add("--attention", type=_range, default=(0.3, 0.5, 0.7), metavar="SHARE", help=attention)
     add("--rows", type=whole_number, metavar="N", help="rows of all tables; default 10 million")
     add("--row-bytes", type=whole_number, metavar="N", help="bytes of an item's rows in all tables; default 1024")
-    popularity = group.add_mutually_exclusive_group()
-    popularity.add_argument("--exponent", type=_range, metavar="X", help="popularity falls as rank ** -X")
-    popularity.add_argument(
-        "--collision-rate", type=_rate, metavar="RATE@RANKS", help="collision rate that a run on RANKS ranks measured"
-    )
+    add("--exponent", type=_range, metavar="X", help="popularity falls as rank ** -X")
     add("--dense-mb", type=_range, metavar="MB", help="gradients that are reduced over all ranks")
     add("--host-ms", type=_range, metavar="MS", help="time of a step in which a rank neither computes nor exchanges")
     add("--contention", type=_range, metavar="SHARE", help="share by which an exchange on multiprocessors slows compute down")
@@ -193,11 +183,3 @@ def _range(text: str) -> tuple[float, float, float]:
     if len(numbers) != 3 or not 0 <= numbers[0] <= numbers[1] <= numbers[2]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 0 nor LOW:NUMBER:HIGH")
     return numbers[0], numbers[1], numbers[2]
-
-
-def _rate(text: str) -> tuple[float, int]:
-    rate, _, ranks = text.partition("@")
-    try:
-        return float(rate), whole_number(ranks)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate and a number of ranks, such as 0.2@8") from None
