@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -89,3 +90,17 @@ def test_collections_inside_modules_train_as_with_ddp() -> None:
     positions = [key for key in run.weights if "position_weight" in key]
     assert run.weights.keys() == initial.keys() and len(positions) == 3
     assert not any(torch.equal(run.weights[key], initial[key]) for key in positions)
+    _check_quantized(run.weights)
+
+
+def _check_quantized(weights: dict[str, Tensor]) -> None:
+    """Check that TorchRec quantizes the plain module with the weights of a checkpoint, to 255 steps per row."""
+    model = Around()
+    model.load_state_dict(weights)
+    features = KeyedJaggedTensor(["price"], torch.arange(6, 12), lengths=torch.tensor([2, 0, 3, 1]))
+    served = nn.ModuleDict({"bags": nn.ModuleDict({"tower": model.tower.embedding, "one": model.one})}).eval()
+    step = max(float(weight.max() - weight.min()) for weight in served.parameters()) / 255
+    expected = {name: module(features).values().detach() for name, module in served["bags"].items()}
+    for name, module in quantize_inference_model(served)["bags"].items():
+        assert type(module).__module__.startswith("torchrec.quant.")
+        torch.testing.assert_close(module(features).values(), expected[name], rtol=0, atol=LONGEST * step)
