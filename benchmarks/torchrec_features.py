@@ -18,8 +18,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 import harness
 
 from tests.helpers.torchrec_features import TABLE_FEATURES, Feature, outcome
+from tests.helpers.torchrec_modules import MODULE_FEATURES
 
-FEATURES: dict[str, Feature] = {**TABLE_FEATURES}
+FEATURES: dict[str, Feature] = {**TABLE_FEATURES, **MODULE_FEATURES}
 
 
 def main() -> None:
