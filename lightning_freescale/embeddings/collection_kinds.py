@@ -58,7 +58,7 @@ def check_replicas(root: nn.Module, sharded: Collection[nn.Module]) -> list[str]
         if values >= LARGE_EMBEDDING:
             raise ValueError(
                 f"{text}. Every rank would hold all of it. Use torchrec.EmbeddingCollection or EmbeddingBagCollection itself, "
-                f"and change ids and results in a module around it{alone}"
+                f"and change ids and results in a module around it{alone}."
             )
         texts.append(f"{text}. It is replicated as with 'ddp'")
     return texts
