@@ -19,7 +19,7 @@ from lightning_freescale.embeddings.data_parallel import without_data_parallel
 from lightning_freescale.embeddings.shards import kernels
 from lightning_freescale.testing import run_distributed
 from tests.helpers.bags import Batch
-from tests.helpers.overlap_training import continued, departures, not_refused
+from tests.helpers.overlap_training import continued, departures
 from tests.helpers.recommender import tables
 from tests.helpers.torchrec_features import (
     BOTH,
@@ -61,6 +61,7 @@ def _continued_and_fitted_again(folder: Path) -> tuple[dict[str, list[Any]], str
     return runs, str(raised.value)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_later_fits_with_data_parallel_tables(tmp_path: Path) -> None:
     (runs, text), *others = run_distributed(_continued_and_fitted_again, 2, tmp_path)
     assert departures(dict.fromkeys(runs, MIXED), [runs, *(each for each, _ in others)], **CLOSE) == []
@@ -96,22 +97,19 @@ class Beyond(Sums):
         return super().scores(batch)
 
 
-def _inspected() -> list[Any]:
+def _inspected() -> tuple[list[Any], str]:
     found = []
-    for fields, way in ((FIELDS, OVERLAPPED), (FIELDS, BY_TORCHREC), (HALF, BY_TORCHREC)):
+    for fields, way in ((FIELDS, OVERLAPPED), (FIELDS | HALF, BY_TORCHREC)):
         module = Inspected()
         replace(case("row", fields=fields), make=lambda module=module: module).fit(way)
-        found.append(module.seen)
-    return found
+        found.append(set(module.seen))
+    with pytest.raises(ValueError, match="num_embeddings=30") as raised:
+        case("row", fields=FIELDS, make=Beyond).fit(OVERLAPPED)
+    return found, str(raised.value)
 
 
-def test_kernels_receive_the_fields_of_a_plan() -> None:
-    for overlapped, by_torchrec, half in run_distributed(_inspected, 2):
-        expected = (torch.float32, BoundsCheckMode.IGNORE.value, False)
-        assert set(overlapped) == set(by_torchrec) == {expected}
-        assert {dtype for dtype, *_ in half} == {torch.float16}
-
-
-def test_ids_are_checked_in_every_mode() -> None:
-    beyond = replace(case("row", fields=FIELDS, make=Beyond), error=("feature 'word' has id", "num_embeddings=30"))
-    assert not_refused(2, {"ids": beyond}, OVERLAPPED) == []
+def test_kernels_receive_the_fields_of_a_plan_and_ids_are_checked() -> None:
+    for (overlapped, by_torchrec), text in run_distributed(_inspected, 2):
+        assert overlapped == {(torch.float32, BoundsCheckMode.IGNORE.value, False)}
+        assert by_torchrec == {(torch.float16, BoundsCheckMode.IGNORE.value, False)}
+        assert "feature 'word' has id" in text
