@@ -76,9 +76,9 @@ def loaded_module_state(
     held = {
         name: value
         for collection, sharded in tables.modules
-        for key, value in sharded.state_dict().items()
-        if (names := collection.names(key))[0] not in collection.data_parallel
-        for name in names
+        for inner, value in sharded.state_dict().items()
+        if inner not in collection.data_parallel
+        for name in collection.names(inner)
     }
     return loaded_state(module, tables, tables.shards(), whole, held, strict)
 

@@ -65,7 +65,7 @@ class Collection:
     weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
     ties: tuple[str, ...] = ()  # modules that share the weight of the plain module, such as an output layer
     attributes: tuple[tuple[str, Any], ...] = ()  # those that TorchRec's collections do not have
-    data_parallel: Group[str] = frozenset()  # keys of the module's tables that are dense parameters, see data_parallel.py
+    data_parallel: Group[str] = frozenset()  # weights in the module that are dense parameters, see data_parallel.py
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
@@ -86,17 +86,12 @@ class Collection:
                 holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``module``, which is at ``path``, by name in the whole module's state dict.
+        """Return the parameters of ``module``, which is at ``path``, by name in the module that contains it.
 
         Data-parallel tables are not included.
         """
-        prefix = f"{self.path}." if self.path else ""
-        found = {prefix + name: weight for name, weight in module.named_parameters(remove_duplicate=False)}
-        return {key: weight for key, weight in found.items() if key not in self.data_parallel}
-
-    def holder(self, module: nn.Module, key: str) -> Any:
-        """Return the module that holds the weight of a table in ``module``, which is at ``path``."""
-        return module.get_submodule(key.removesuffix(".weight").removeprefix(self.path).removeprefix("."))
+        prefix, found = f"{self.path}." if self.path else "", module.named_parameters(remove_duplicate=False)
+        return {prefix + name: weight for name, weight in found if name not in self.data_parallel}
 
 
 def find_collections(root: nn.Module, embeddings: Group[nn.Module] = ()) -> list[tuple[Collection, Any]]:

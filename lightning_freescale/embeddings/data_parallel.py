@@ -27,23 +27,21 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
     for collection, module in found:
         planned: Any = plan.plan.get(collection.path, {}) if isinstance(plan, ShardingPlan) else {}
         names = {name for name, each in planned.items() if each.sharding_type == "data_parallel" and not collection.managed}
-        if planned and hasattr(module, "freescale_sharding") and names != {_name(key) for key in collection.data_parallel}:
+        if planned and hasattr(module, "freescale_sharding") and names != {_table(each) for each in collection.data_parallel}:
             raise ValueError(
                 f"collection {collection.path!r} is already sharded by another plan, with other data-parallel tables than "
                 f"{sorted(names)}. To use the new plan, save a checkpoint and load it into a new module."
             )
-        whole = [table for table in collection.tables if table.name in names]
-        for table in whole:
-            holder = collection.holder(module, table.key)
-            if holder.weight.is_meta:
-                weight = torch.empty(table.rows, table.dim, dtype=table.dtype)
-                table.init(weight)
-                holder.weight = nn.Parameter(weight, holder.weight.requires_grad)
-        if whole:
+        if whole := [table for table in collection.tables if table.name in names]:
+            for table in whole:
+                holder = module.get_submodule(table.key.removesuffix(".weight").removeprefix(collection.path).strip("."))
+                if holder.weight.is_meta:
+                    holder.weight = nn.Parameter(torch.empty_like(holder.weight, device="cpu"), holder.weight.requires_grad)
+                    table.init(holder.weight.data)
             tables = tuple(table for table in collection.tables if table not in whole)
             build = partial(_with_tables, collection.torchrec, [table.name for table in tables])
-            keys = frozenset(table.key for table in whole)
-            collection = replace(collection, tables=tables, torchrec=build, data_parallel=keys)
+            weights = frozenset(table.key.removeprefix(f"{collection.path}.") for table in whole)
+            collection = replace(collection, tables=tables, torchrec=build, data_parallel=weights)
         if collection.tables:
             rest.append((collection, module))
     return rest
@@ -51,17 +49,17 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
 
 def share_data_parallel(collection: Collection, module: Any, other: Any) -> None:
     """Make ``other``, a copy of ``module`` or of a part of it, use the data-parallel weights of ``module``."""
-    for key in collection.data_parallel:
-        collection.holder(other, key).weight = collection.holder(module, key).weight
+    for weight in collection.data_parallel:
+        other.get_submodule(weight.removesuffix(".weight")).weight = module.get_parameter(weight)
 
 
 def add_data_parallel(collection: Collection, original: Any, module: Any) -> None:
     """Add the data-parallel tables of ``original`` to ``module``, TorchRec's sharded module of the other tables."""
     if collection.data_parallel:
-        part = _with_tables(collection.blueprint, [_name(key) for key in collection.data_parallel])
+        part = _with_tables(collection.blueprint, [_table(weight) for weight in collection.data_parallel])
         share_data_parallel(collection, original, part)
-        for key in collection.data_parallel:
-            (module.embedding_bags if collection.pooled else module.embeddings)[_name(key)] = collection.holder(part, key)
+        held = "embedding_bags" if collection.pooled else "embeddings"
+        module.get_submodule(held).update(part.get_submodule(held))
         module.register_forward_hook(_AddResults(collection, part), with_kwargs=True)
 
 
@@ -97,5 +95,5 @@ def _configs(module: Any) -> Any:
     return module.embedding_configs() if isinstance(module, EmbeddingCollection) else module.embedding_bag_configs()
 
 
-def _name(key: str) -> str:
-    return key.split(".")[-2]
+def _table(weight: str) -> str:
+    return weight.split(".")[-2]

@@ -184,21 +184,19 @@ class TableSharding:
                 self.in_backward[key] = given
 
     def _plan(self, plan: Any, group: dist.ProcessGroup, local_world_size: int) -> ShardingPlan:
-        planner = plan if hasattr(plan, "collective_plan") else None
-        if plan is not None and planner is None:
-            given: ShardingPlan = plan
-            return given
+        if isinstance(plan, ShardingPlan):
+            return plan
         earlier = {place.collection.path: place.record.plan for place in self._places if place.record is not None}
         if len(earlier) == len(self._places):
             return ShardingPlan(earlier)
         collections = [place.collection for place in self._places]
-        if planner is None:
+        if plan is None:
             weights = [weight for place in self._places for weight in place.current.parameters()]
             memory = memory_for_tables(self.root, weights, self.device, group)
-            planner = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
+            plan = row_wise_planner(collections, self.device, group.size(), local_world_size, memory)
         # the default group, because ``group`` would have to connect gloo for this one broadcast
         whole = dist.group.WORLD if group.size() == dist.get_world_size() else group
-        made: ShardingPlan = planner.collective_plan(self.root, [collection.sharder for collection in collections], whole)
+        made: ShardingPlan = plan.collective_plan(self.root, [collection.sharder for collection in collections], whole)
         return made
 
     def _shard_collection(
