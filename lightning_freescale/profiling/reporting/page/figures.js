@@ -57,6 +57,7 @@ function el(tag, attributes = {}, ...children) {
 
 function table(caption, headings, rows) {
   const head = headings.map(([text, title, kind]) => el("th", { scope: "col", title: title ?? null, class: kind ?? null }, text));
+  for (const { cells } of rows) [...cells].forEach((cell, column) => { cell.dataset.label = headings[column][0]; });
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", {}, caption), el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows)));
 }

@@ -27,6 +27,7 @@ def test_every_report_is_shown_without_a_complaint(show, name):
         shown = page.evaluate("document.body.innerText")
         assert not [word for word in ("undefined", "NaN", "Infinity", "null", "[object") if word in shown]
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert max(every(page, ".scroll", "e.scrollWidth - e.clientWidth")) <= 1, "no table is cut off"
 
 
 def test_strange_strings_stay_text(show):
