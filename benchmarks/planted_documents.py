@@ -105,7 +105,7 @@ def _settled(run: Mapping[str, Any]) -> dict[str, str]:
     wordings = {
         "strategy": (run["strategy"] == "freescale", r"strategy='freescale'"),
         "overlap": (run["overlap"] == "on", r"overlap=True"),
-        "sharded_tables": (run["sharded_tables"] is True, r"should be sharded"),
+        "sharded_tables": (run["sharded_tables"] is True, r"be sharded"),
         "num_workers": ((run["num_workers"] or 0) > 0, r"num_workers=2 or more"),
         "accumulate_grad_batches": (run["accumulate_grad_batches"] > 1, r"accumulate"),
         "data module": (planned is not None, r"FreeScaleDataModule\(train_set"),

@@ -15,8 +15,6 @@ _CLOSE = 1e-3
 """Iterations stop when nothing changes by more."""
 _ALIKE = 0.05
 """Relative difference below which ranks count as equally fast."""
-SLOW = 1.1
-"""Ratio of a rank's time to the time that its samples explain, above which the rank is slow."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,6 @@ class CostFit:
     slowness: Floats
     residual: float
     observations: int
-
-    def slow_ranks(self) -> dict[int, float]:
-        """Return the slowness of each rank whose slowness is above 1.1."""
-        return {int(rank): float(self.slowness[rank]) for rank in np.flatnonzero(self.slowness > SLOW)}
 
 
 def sample_features(lengths: ArrayLike, unique: ArrayLike | None = None) -> Floats:

@@ -54,18 +54,18 @@ def settings_of(trainer: Trainer, **own_options: Any) -> dict[str, Any]:
     """Return the fields of :class:`RunInfo` that training may change; ``own_options`` are those of the profiler."""
     strategy: Any = trainer.strategy
     autopilot, train = getattr(strategy, "autopilot", None), map_style_data(trainer)
-    kept, rejected = ({}, {}) if autopilot is None else (autopilot.kept, autopilot.rejected)
-    if train is not None and train.keeps_equal_counts:
-        rejected = {**rejected, "assignment_mode": ["slack"]}
+    rejected = {} if autopilot is None else autopilot.rejected
     options = {name: getattr(strategy, name, None) for name in ("split_backward", "target_bubble_reduction", "wire")}
     options |= {"micro_batches": _micro_batches(trainer), **own_options}
-    if "split_backward" in kept:
-        options["split_backward"] = kept["split_backward"]
+    if "split_backward" in rejected:  # of two values
+        options["split_backward"] = rejected["split_backward"] == [False]
     if train is not None:
+        if train.keeps_equal_counts:
+            rejected["assignment_mode"] = ["slack"]
         options["lengths"] = own_options.get("lengths") or train.lengths is not None
         options["batch_tokens"] = None if train.budget is None else train.budget.per_rank
-        fits = train.calibrates and trainer.world_size > 1 and getattr(strategy, "weighs_loss", False)
-        options["cost"] = "auto" if fits else None
+        if train.calibrates and trainer.world_size > 1 and getattr(strategy, "weighs_loss", False):
+            options["cost"] = "auto"
     in_force = {name: value for name, value in options.items() if value and value != "float32"}
     return {"assignment": _assignment(trainer), "overlap": _overlap(strategy), "options": in_force, "rejected": rejected}
 

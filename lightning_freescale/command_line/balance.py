@@ -65,7 +65,8 @@ def _write_plan(sampler: BalancedSampler, options: argparse.Namespace) -> None:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    found = fit_report(read(options.report))
+    document = read(options.report)
+    found = fit_report(document)
     fit, numbers = found.fit, asdict(found.fit.model)
     print(
         f"{options.report.name}: {found.steps} steps of {found.ranks} ranks; median error of the fit {fit.residual:.1%}; "
@@ -73,7 +74,7 @@ def _fit(options: argparse.Namespace) -> None:
     )
     predicted = "" if found.predicted is None else f"{found.predicted:.3f} predicted in the run, "
     print(f"imbalance: {predicted}{found.by_fit:.3f} by this fit, {found.measured:.3f} measured")
-    for rank, times in fit.slow_ranks().items():
+    for rank, times in (document["imbalance"] or {"slow_ranks": {}})["slow_ranks"].items():
         print(f"rank {rank} takes {times:.2f} times as long as its samples explain")
     digits = {name: float(f"{value:.4g}") for name, value in numbers.items()}
     print(f"\nFreeScaleDataModule(..., cost={CostModel(**digits)})")

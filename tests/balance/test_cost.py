@@ -71,10 +71,9 @@ def test_a_slow_rank_is_told_from_long_histories() -> None:
     calibration = Calibration()
     fit = calibration.add_window(sums, seconds)
     assert fit is not None
-    assert list(fit.slow_ranks()) == [3]
-    assert fit.slow_ranks()[3] == pytest.approx(1.3, abs=0.03)
+    np.testing.assert_allclose(fit.slowness, [1.0, 1.0, 1.0, 1.3, 1.0, 1.0, 1.0, 1.0], atol=0.05)
     even = Calibration().add_window(*_run(60, 8, CostModel(linear=1.0, quadratic=0), TRUE))
-    assert even is not None and not even.slow_ranks()
+    assert even is not None and even.slowness.max() < 1.05
 
 
 def test_steps_that_a_rank_did_not_measure_are_left_out() -> None:

@@ -175,7 +175,7 @@ def test_why_a_candidate_that_looks_faster_lost_is_one_sentence(clock: Clock, ca
     run = Run(clock, lambda split, parts: 4.0 - split * (0.1 if len(run.seen) % 6 in (2, 3, 4) else -0.5), SPLIT)
     with caplog.at_level(logging.INFO):
         run.train()
-    assert (run.autopilot.kept, run.autopilot.rejected) == ({"split_backward": False}, {"split_backward": [True]})
+    assert run.autopilot.rejected == {"split_backward": [True]}
     off, on = "split_backward=False", "split_backward=True"
     assert (
         f"4000.0 ms with {off}, 3900.0 ms with {on}; {on} was faster than {off} in 9 of 15 pairs of steps (11 needed), "
@@ -204,7 +204,7 @@ def test_why_a_candidate_that_looks_faster_lost_is_one_sentence(clock: Clock, ca
             [[1.0, 2.0, 3.0], [0.5, 1.5, 2.5], [1.4, 1.4, 2.9]],
             1,
             False,
-            "by 100.0 ms in the median (20.0 needed; b saves 500",
+            "by 100.0 ms in the median (500.0 needed)",
         ),
     ],
 )

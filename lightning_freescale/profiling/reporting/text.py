@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_freescale.profiling.reporting.verdict import PARTED, in_ms, settled_options, steps_of
+from lightning_freescale.profiling.reporting.verdict import in_ms, steps_of
 
 _WIDTH = 120
 _ALL_RANKS = 8
@@ -30,7 +30,7 @@ def summary(document: Document, brief: bool = False) -> str:
     if not brief:
         lines += _wrapped(_COLUMN_HELP, _bubble(document), _compute(document), _device(document), _padding(document))
         lines += _balance(document)
-        below = (_parted, _overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _heat, _waits, _overhead)
+        below = (_overlap, _what_if, _imbalance, _slow_ranks, _memory, _memory_growth, _heat, _waits, _overhead)
         lines += _wrapped(*(sentence(document) for sentence in below))
     return "\n".join(lines)
 
@@ -157,30 +157,6 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _parted(document: Document) -> str | None:
-    """Explain a difference between the predicted and the measured imbalance."""
-    figures, split = document["summary"], document["imbalance"]
-    predicted, compute = figures.get("predicted_imbalance"), figures["shares"]["compute"] * figures["step_s"]
-    if predicted is None or split is None or not compute:
-        return None
-    apart = figures["compute_imbalance"] - predicted
-    slow, jitter = (split[f"{cause}_s"] / compute for cause in ("hardware", "jitter"))
-    wrong = apart - slow - jitter
-    settled = settled_options(document)
-    if split["method"] == "cost model" and abs(wrong) > PARTED:
-        fit = "" if "cost" in settled else ": freescale balance fit fits a cost model to this run's report.json"
-        return (
-            f"predicted and measured imbalance differ by {apart:.3f}, and {wrong:.3f} of it because the costs do not match the "
-            f"measured times{fit}"
-        )
-    if apart <= PARTED:
-        return None
-    why = "the cause is unknown" if "lengths" in settled else "pass lengths to see why"
-    if split["method"] == "cost model":
-        why = f"slow ranks {slow:.3f}, jitter up to {jitter:.3f}"
-    return f"predicted and measured imbalance differ by {apart:.3f}: {why}"
-
-
 def _overlap(document: Document) -> str | None:
     efficiency = document["summary"]["overlap_efficiency"]
     return None if efficiency is None else f"compute hid {efficiency:.1%} of the exchange time (straggler wait excluded)"
@@ -217,11 +193,10 @@ def _slow_ranks(document: Document) -> str | None:
     slow = (document["imbalance"] or {}).get("slow_ranks")
     if not slow:
         return None
-    named = ", ".join(f"rank {rank} takes {score:.2f}x" for rank, score in slow.items())
+    of = "of the median rank: it has longer histories, or its device is slow"
     if document["imbalance"]["method"] == "cost model":
-        return f"{named} the time that its samples explain: the device may be slow or shared"
-    which = "" if "lengths" in settled_options(document) else " (pass lengths to see which)"
-    return f"{named} the time of the median rank: its device is slow, or its histories are longer{which}"
+        of = "that its samples explain: the device may be slow or shared"
+    return ", ".join(f"rank {rank} takes {score:.2f}x the time" for rank, score in slow.items()) + f" {of}"
 
 
 def _memory(document: Document) -> str | None:

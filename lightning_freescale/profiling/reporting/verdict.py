@@ -25,20 +25,19 @@ _FALLS_SHORT = 0.95
 _BESIDE = 0.05
 """Share of the wait below which the hidden time of an exchange is ignored, so that its rate can be stated."""
 _PAGE = f"{SITE}how_to/read_the_report.html"
-_ANCHORS = {
-    "data loading": "the-loader-is-late",
-    "imbalance of data": "histories-differ",
-    "slow hardware": "a-rank-is-slow",
-    "uneven compute": "compute-is-uneven",
-    "embedding exchange": "rows-are-waited-for",
-    "dense communication": "other-exchanges-are-waited-for",
-    "other communication": "other-exchanges-are-waited-for",
-    "host overhead": "the-host-is-busy",
-    "padding": "batches-are-padded",
-    "idle device": "the-gpu-waits-for-the-host",
+LINKS = {
+    "data loading": f"{_PAGE}#the-loader-is-late",
+    "imbalance of data": f"{_PAGE}#histories-differ",
+    "slow hardware": f"{_PAGE}#a-rank-is-slow",
+    "uneven compute": f"{_PAGE}#compute-is-uneven",
+    "embedding exchange": f"{_PAGE}#rows-are-waited-for",
+    "dense communication": f"{_PAGE}#other-exchanges-are-waited-for",
+    "other communication": f"{_PAGE}#other-exchanges-are-waited-for",
+    "host overhead": f"{_PAGE}#the-host-is-busy",
+    "padding": f"{_PAGE}#batches-are-padded",
+    "idle device": f"{_PAGE}#the-gpu-waits-for-the-host",
+    "waiting for peers": f"{SITE}report.html#waits-that-are-not-divided",
 }
-LINKS = {cause: f"{_PAGE}#{anchor}" for cause, anchor in _ANCHORS.items()}
-LINKS["waiting for peers"] = f"{SITE}report.html#waits-that-are-not-divided"
 """Sections of the documentation with advice, by cause."""
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
 """Causes of the parts that have a single cause."""

@@ -98,14 +98,10 @@ class Autopilot:
         return self._progress.frozen
 
     @property
-    def kept(self) -> Values:
-        """The best values so far."""
-        return self._progress.kept
-
-    @property
     def rejected(self) -> dict[str, list[Any]]:
         """The values that lost against the kept ones, by the names of the settings that were tried."""
-        return {name: [value for value in self._settings[name] if value != self.kept[name]] for name in self._progress.tried}
+        kept = self._progress.kept
+        return {name: [value for value in self._settings[name] if value != kept[name]] for name in self._progress.tried}
 
     def start_step(self, epoch: int, step: int, cost: float) -> None:
         """Begin a step with its settings. Collective in the first step and in steps that decide.

@@ -113,7 +113,7 @@ class PredictedAndMeasured:
 
 
 class SlowRanks:
-    """Finds ranks that take longer than their samples explain in two consecutive epochs, each judged by its own steps."""
+    """Ranks that take longer than their samples explain in two consecutive epochs, each judged by its own steps."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[Any, Any]]] = defaultdict(lambda: deque(maxlen=_JUDGED))
@@ -125,17 +125,14 @@ class SlowRanks:
         self._steps.pop(epoch - 2, None)
 
     def newly_found(self, fit: CostFit) -> dict[int, float]:
-        """Return the slowness of each rank that was not found before, in the epoch in which it is less slow."""
-        if len(self._steps) < 2:
-            return {}
-        before, now = (self._slow_in(epoch, fit) for epoch in self._steps)
-        found = {rank: min(before[rank], now[rank]) for rank in before.keys() & now.keys() - self._found}
-        self._found |= found.keys()
-        return found
-
-    def _slow_in(self, epoch: int, fit: CostFit) -> dict[int, float]:
-        sums, seconds = (np.array(values) for values in zip(*self._steps[epoch]))
-        return split_imbalance(seconds, fit.base + sums @ np.array(astuple(fit.model)), fit.slowness).slow
+        """Return the smaller slowness of both epochs for each rank that was not returned before."""
+        slow = []
+        for steps in self._steps.values():
+            sums, seconds = (np.array(values) for values in zip(*steps))
+            slow.append(split_imbalance(seconds, fit.base + sums @ np.array(astuple(fit.model)), fit.slowness).slow)
+        lasting = slow[0].keys() & slow[-1].keys() - self._found if len(slow) == 2 else set()
+        self._found |= lasting
+        return {rank: min(each[rank] for each in slow) for rank in sorted(lasting)}
 
 
 class CostCalibrator:

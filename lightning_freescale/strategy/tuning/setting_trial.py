@@ -47,21 +47,17 @@ class SettingComparison:
         return max(worth_it, key=lambda index: self.saved[index], default=0)
 
     def explain(self, chosen: int, names: Sequence[str], checks: bool) -> str:
-        """Return why the candidate with the lowest median time was not chosen; empty if it was.
-
-        ``names`` are those of the candidates. With ``checks``, any saving is enough.
-        """
+        """Return why the candidate with the lowest median time lost; empty if it won. With ``checks``, any saving suffices."""
         fastest = min(range(len(self.seconds)), key=self.seconds.__getitem__)
         if fastest == chosen:
             return ""
         judged = fastest or chosen
         pairs = "" if checks else f" ({math.ceil(AGREEING * self.pairs)} needed)"
-        least = "more than 0" if checks else f"{1e3 * WORTH_IT * self.seconds[0]:.1f}"
-        more = "" if chosen in (0, judged) else f"; {names[chosen]} saves {1e3 * self.saved[chosen]:.1f}"
+        least = "more than 0" if checks else f"{1e3 * max(WORTH_IT * self.seconds[0], self.saved[chosen]):.1f}"
         return (
             f"{names[judged]} was faster than {names[0]} in {round(self.agreeing[judged] * self.pairs)} of {self.pairs} pairs "
-            f"of steps{pairs}, by {1e3 * self.saved[judged]:.1f} ms in the median ({least} needed{more}), and the step times "
-            f"of one value spread by {1e3 * self.spread:.1f} ms"
+            f"of steps{pairs}, by {1e3 * self.saved[judged]:.1f} ms in the median ({least} needed), and the step times of one "
+            f"value spread by {1e3 * self.spread:.1f} ms"
         )
 
     def lost(self, index: int = 0) -> float:

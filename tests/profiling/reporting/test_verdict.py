@@ -91,7 +91,7 @@ WAYS_OUT = [
     _overlap((_exchange("reduce_scatter_tensor"),), EMBEDDING, "notice", overlap="impossible"),
     _overlap((ROWS, LONG), DENSELY, "accumulate_grad_batches="),
     _overlap((_exchange("buffers"),), DENSELY, "broadcast_buffers=False"),
-    _overlap((_exchange("all_gather_single"),), DENSELY, "Sharded weights", strategy="ModelParallelStrategy"),
+    _overlap((_exchange("all_gather_single"),), DENSELY, "sharded weights", strategy="ModelParallelStrategy"),
     _overlap((_exchange("all_gather_object"),), OTHERWISE, "torch_profiler_steps", strategy="ModelParallelStrategy"),
     _overlap((_exchange("all_gather"),), OTHERWISE, "torch_profiler_steps"),
     _overlap((_exchange("all_reduce"),), OTHERWISE, "sync_dist=True"),
@@ -312,7 +312,10 @@ def test_uneven_compute_of_batches_that_are_padded_as_drawn() -> None:
     """Use a plan without padding, so that no cost explains the differences of compute."""
     more = {"imbalance": _uneven(1, 1, 20), "assignment": "free", "options": {"batch_tokens": 100.0}}
     gains: dict[str, float | None] = {"perfect balance": 1.25}
-    assert "Remove batch_tokens=: samples of similar length" in _verdict(gains, padded=_padded("batch", 0.3), **more).next
+    assert (
+        "Replace batch_tokens= by batch_size=: samples of similar length"
+        in _verdict(gains, padded=_padded("batch", 0.3), **more).next
+    )
     assert "padding" not in _verdict(gains, padded=_padded("batch, planned", 0.3), **more).next
 
 
