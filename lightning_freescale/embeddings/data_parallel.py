@@ -35,7 +35,7 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
         if whole := [table for table in collection.tables if table.name in names]:
             for table in whole:
                 holder = module.get_submodule(table.key.removesuffix(".weight").removeprefix(collection.path).strip("."))
-                if holder.weight.is_meta:
+                if holder.weight.is_meta and not collection.embedding:
                     holder.weight = nn.Parameter(torch.empty_like(holder.weight, device="cpu"), holder.weight.requires_grad)
                     table.init(holder.weight.data)
             tables = tuple(table for table in collection.tables if table not in whole)

@@ -76,6 +76,10 @@ def test_data_parallel_tables_on_the_meta_device_are_initialised() -> None:
     assert [table.name for table in collection.tables] == ["item"]
     weights = {name: weight for name, weight in module.named_parameters() if not weight.is_meta}
     assert {name: set(weight.flatten().tolist()) for name, weight in weights.items()} == {"x.embeddings.cat.weight": {0.5}}
+    plain = nn.ModuleDict({"x": nn.Embedding(5, 4, padding_idx=0, device="meta")})
+    found = find_collections(plain, {plain["x"]})
+    assert without_data_parallel(found, ShardingPlan({"x": {"x": plan.plan["x"]["cat"]}})) == []
+    assert plain["x"].weight.is_meta, "its reset_parameters knows the padding row"
 
 
 # -- fields of ParameterSharding
