@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 LANGUAGES = {"python", "bash", "text", "sbatch"}
 """The languages of blocks. An sbatch file is saved and not run, because the tests have no SLURM."""
 
-NEEDS_OTHERS = {"ray"}
-"""The pages about packages that make test-third-party installs. tests/strategy/test_ray.py runs the script of Ray's page."""
+NEEDS_OTHERS = {"ray", "other_trainers"}
+"""The pages about packages that make test-third-party installs. Its tests run the scripts of these pages."""
 EXCERPTS = sorted(script.stem for script in (Path(__file__).parent / "excerpts").glob("[a-z]*.py"))
 
 
