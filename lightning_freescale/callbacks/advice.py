@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_freescale.profiling.reporting.verdict import PARTED, Document, settled_options
+from lightning_freescale.profiling.reporting.verdict import PARTED, Document
 
 
 class _Advice(NamedTuple):
@@ -60,7 +60,6 @@ _ADVICE = {
     ),
     "slow hardware": (
         _Advice("BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories", unless="costs; lengths"),
-        _Advice(_SEE_DEVICE),
     ),
     "uneven compute": (
         _Advice("BubbleProfiler(lengths_fn=...) shows whether histories cause it", unless="costs; lengths"),
@@ -129,7 +128,8 @@ def _facts(about: str, document: Document) -> set[str]:
     run, summary = document["run"], document["summary"]
     padding, predicted = summary.get("padding") or {}, summary.get("predicted_imbalance")
     facts = {about, run["strategy"], run["device"], f"padding {padding.get('kind')}"}
-    facts |= {f"plan {run.get('assignment')}", f"overlap {run.get('overlap')}", *settled_options(document)}
+    facts |= {f"plan {run.get('assignment')}", f"overlap {run.get('overlap')}"}
+    facts |= {*run.get("options", ()), *run.get("rejected", ())}  # reports of earlier versions lack both
     checks = {
         "workers": run.get("num_workers"),
         "accumulates": run["accumulate_grad_batches"] > 1,

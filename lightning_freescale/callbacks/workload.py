@@ -30,10 +30,7 @@ _FITTED = 20_000
 
 
 def describe_run(trainer: Trainer, module: LightningModule, label: str | None, **own_options: Any) -> RunInfo:
-    """Return the description of a run for its report; the default label is the strategy's name.
-
-    ``own_options`` are those of the profiler, as in :func:`settings_of`.
-    """
+    """Return the description of a run for its report; the default label is the strategy's name."""
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     device = trainer.strategy.root_device
     return RunInfo(

@@ -143,14 +143,8 @@ def _balance(document: Document) -> Iterator[str]:
         full = tokens["fullest"]
         limit = "" if full is None else f"      fullest rank of any step: {full:.1%} of its limit"
         yield f"tokens   {_ratio(tokens['as_drawn']):10}{_ratio(tokens['balanced']):10}{'-':13}{'-':7}-{limit}"
-    yield f"  all but measured is predicted by {_costs(planned['fitted_steps'], document['status']['steps'])}"
-
-
-def _costs(fitted: int, steps: int) -> str:
-    if fitted in (0, steps):
-        return "costs fitted to measured times" if fitted else "the costs as given"
-    given = steps - fitted
-    return f"the costs as given in {given} step{'s'[: given != 1]}, fitted to measured times in {fitted}"
+    of = f"{planned['fitted_steps']} of {document['status']['steps']} steps"
+    yield f"  all but measured is predicted by the costs, which are fitted to measured times in {of}"
 
 
 def _ratio(value: float | None) -> str:

@@ -25,37 +25,27 @@ _FALLS_SHORT = 0.95
 _BESIDE = 0.05
 """Share of the wait below which the hidden time of an exchange is ignored, so that its rate can be stated."""
 _PAGE = f"{SITE}how_to/read_the_report.html"
-LINKS = {
-    "data loading": f"{_PAGE}#the-loader-is-late",
-    "imbalance of data": f"{_PAGE}#histories-differ",
-    "slow hardware": f"{_PAGE}#a-rank-is-slow",
-    "uneven compute": f"{_PAGE}#compute-is-uneven",
-    "embedding exchange": f"{_PAGE}#rows-are-waited-for",
-    "dense communication": f"{_PAGE}#other-exchanges-are-waited-for",
-    "other communication": f"{_PAGE}#other-exchanges-are-waited-for",
-    "host overhead": f"{_PAGE}#the-host-is-busy",
-    "padding": f"{_PAGE}#batches-are-padded",
-    "idle device": f"{_PAGE}#the-gpu-waits-for-the-host",
-    "waiting for peers": f"{SITE}report.html#waits-that-are-not-divided",
-}
-"""Sections of the documentation with advice, by cause."""
+_NOTHING = "Use a faster device, a smaller model, or more samples per rank"
 _PARTS = {"data_wait": "data loading", "host_overhead": "host overhead", "unexplained": "host overhead"}
 """Causes of the parts that have a single cause."""
 _ADVICE = {
-    "data loading": "Prepare batches in more worker processes, or reduce the work for each sample",
-    "imbalance of data": "lightning_freescale.balance assigns samples so that ranks finish together",
-    "slow hardware": "See what else runs on that device, or give it less work",
-    "uneven compute": "Check for other work on the machine, or for compute that does not depend on the length of the history",
-    "embedding exchange": "Exchange rows while the model computes",
-    "dense communication": "Send gradients less often, or use a larger batch, which hides more",
-    "other communication": "The trace of torch.profiler shows the caller",
-    "host overhead": "Reduce the work between the spans, or add spans that show what it is",
-    "padding": "Pad to the longest sample of the batch, or use jagged attention, which computes no padding",
-    "idle device": "Use fewer and larger kernels: a larger batch, operations on the whole batch and not on single samples, or "
-    "torch.compile",
-    "nothing": "Use a faster device, a smaller model, or more samples per rank",
+    "data loading": ("the-loader-is-late", "Prepare batches in more worker processes, or reduce the work for each sample"),
+    "imbalance of data": ("histories-differ", "lightning_freescale.balance assigns samples so that ranks finish together"),
+    "slow hardware": ("a-rank-is-slow", "See what else runs on that device, or give it less work"),
+    "uneven compute": ("compute-is-uneven", "Check for other work on the machine, or for compute that lengths do not explain"),
+    "embedding exchange": ("rows-are-waited-for", "Exchange rows while the model computes"),
+    "dense communication": ("other-exchanges-are-waited-for", "Send gradients less often, or use a larger batch"),
+    "other communication": ("other-exchanges-are-waited-for", "The trace of torch.profiler shows the caller"),
+    "host overhead": ("the-host-is-busy", "Reduce the work between the spans, or add spans that show what it is"),
+    "padding": ("batches-are-padded", "Pad to the longest sample of the batch, or use jagged attention"),
+    "idle device": (
+        "the-gpu-waits-for-the-host",
+        "Use fewer and larger kernels: a larger batch, operations on the whole batch and not on samples, or torch.compile",
+    ),
 }
-"""Advice for any training loop, by cause."""
+"""The section of ``_PAGE`` and the advice for any training loop, by cause."""
+LINKS = {cause: f"{_PAGE}#{anchor}" for cause, (anchor, _) in _ADVICE.items()}
+LINKS["waiting for peers"] = f"{SITE}report.html#waits-that-are-not-divided"
 
 
 class BubbleVerdict(NamedTuple):
@@ -98,12 +88,6 @@ def verdict_line(document: Document) -> str:
     status, verdict = document["status"], document["verdict"]
     ended = "" if status["complete"] else f"INCOMPLETE: {status['reason']} "
     return f"{ended}Verdict: {verdict['verdict']} Why: {verdict['why']} Next: {verdict['next']}"
-
-
-def settled_options(document: Document) -> set[str]:
-    """Return the names of the options that are on in the run, or that its measurements rejected."""
-    run = document["run"]  # reports of earlier versions lack both
-    return {*run.get("options", ()), *run.get("rejected", ())}
 
 
 def steps_of(document: Document) -> str | None:
@@ -149,7 +133,7 @@ def _verdict(document: Document, case: str, gain: float, advise: Advise) -> Bubb
     steps = steps_of(document)
     named = f"{what}, {share:.1%} of the time{f' in {steps}' if steps else ''}{', ' if detail else ''}{detail}"
     verdict = f"{named}: without it {'they' if steps else 'the run'} would be {gain:.2f}x as fast."
-    advice = advise(cause, about, document) or _ADVICE[cause]
+    advice = advise(cause, about, document) or _ADVICE[cause][1]
     if cause == "host overhead" and _has_no_data_spans(document):
         advice = f"Iterate over batches_on(timeline, loader), which records waits for data. {advice}"
     return BubbleVerdict(cause, gain, verdict, why, f"{advice}. See {LINKS[cause]}")
@@ -164,7 +148,7 @@ def _idle_device(document: Document, gain: float) -> BubbleVerdict:
         f"the run would be at most {gain:.2f}x as fast.",
         f"In {document['device_idle']['steps']} steps under torch.profiler, which slows the host down, the device ran nothing "
         f"for {share:.1%} of the time beyond the bubbles.",
-        f"{_ADVICE['idle device']}. See {LINKS['idle device']}",
+        f"{_ADVICE['idle device'][1]}. See {LINKS['idle device']}",
     )
 
 
@@ -178,7 +162,7 @@ def _nothing(document: Document, gains: Mapping[str, float], advise: Advise) -> 
         f"No relevant cause{f' in {steps}' if steps else ''}: the largest gain from one cause is {best:.2f}x.",
         f"{compute:.1%} of the ranks' time is compute, and without its largest cause of waiting the run would be {best:.2f}x "
         f"as fast.{beside}",
-        f"{advise('nothing', '', document) or _ADVICE['nothing']}.",
+        f"{advise('nothing', '', document) or _NOTHING}.",
     )
 
 
