@@ -200,8 +200,6 @@ def _in_steps(cost: Ints, values: Ints, ranks: int) -> int:
     sizes = np.rint(np.diff(values, prepend=0) / np.diff(values).min()).astype(np.int64).cumsum()
     steps = sizes[np.searchsorted(values, cost)]
     cost, steps = cost[steps > 0], steps[steps > 0]
-    if not len(steps):
-        return 0
     order = np.argsort(cost / steps, kind="stable")
     cost, steps, share = cost[order], steps[order], -(-int(steps.sum()) // ranks)
     held = steps.cumsum()

@@ -56,33 +56,28 @@ def search(problem: Problem, fallback: Ints | None = None) -> tuple[Ints | None,
 # -- plans without a limit on tokens
 
 
-def _planned(problem: Problem, load: float, block: Block | None) -> Ints | None:
+def _planned(problem: Problem, load: float, block: Block | None) -> Ints:
     """Return a plan that aims at ``load``, the lower bound, with the ranks that cause it planned separately."""
     plan, part, samples, first = np.empty(len(problem.cost), dtype=np.int64), problem, np.arange(len(problem.cost)), 0
     bound = load
     for _ in range(_BLOCKS):
         if block is None or bound <= max(_TIGHT * load, CLOSE_ENOUGH * part.ideal_load):
             break
-        found = _refined(part.part(block.samples, block.ranks), load)
-        if found is None:
-            return None
-        plan[samples[block.samples]] = first + found
+        plan[samples[block.samples]] = first + _refined(part.part(block.samples, block.ranks), load)
         first += block.ranks
         part, samples = part.part(block.others, part.ranks - block.ranks), samples[block.others]
         bound, block = lower_bound(part, rows=1)  # enough to find the next block
     rest = _refined(part, load)
-    if rest is None or not first:
+    if not first:
         return rest
     plan[samples] = first + rest
     return _improved(problem, plan, load)
 
 
-def _refined(problem: Problem, load: float) -> Ints | None:
-    plans = (make() for make in (lambda: first_plan(problem, load), lambda: zigzag(problem)))
-    first = next((plan for plan in plans if plan is not None and problem.allows(plan)), None)
-    if first is None:
-        return None
-    plan = _improved(problem, first, load)
+def _refined(problem: Problem, load: float) -> Ints:
+    first = first_plan(problem, load)
+    # without a limit on tokens, equal counts are always allowed
+    plan = _improved(problem, first if first is not None and problem.allows(first) else zigzag(problem), load)
     few = problem.ranks > 2 and len(problem.cost) <= _FEW
     if few and problem.largest_load(plan) > _WORTH_EXCHANGES * load:
         plan = _best_of_beginnings(problem, plan, load)
