@@ -196,13 +196,13 @@ def test_features_explain_the_imbalance() -> None:
         seen.append((features, compute))
         return features[..., 0], np.array([1.0, 1.5])
 
-    features = ((1.0, 5.0), (2.0, 6.0))
+    features = ((1.5, 5.0), (4 / 3, 6.0))  # rank 1 takes 1.5 times as long as they explain
     report = _report(_history(_windows(0, 3, features), _windows(3, 6, features), max_steps=4, fit_costs=fit_costs))
     ((given, compute),) = seen
-    assert given.tolist() == [[[1, 5], [2, 6]]] * 4, "of the steps that are kept"
+    assert given.tolist() == [[[1.5, 5], [4 / 3, 6]]] * 4, "of the steps that are kept"
     assert compute.tolist() == [[1, 2], [2, 2], [1, 2], [2, 2]]
     imbalance = report.imbalance
-    assert (imbalance.method, imbalance.data, imbalance.scores) == ("cost model", pytest.approx(0.5), (1.0, 1.5))
+    assert (imbalance.method, imbalance.data, imbalance.scores) == ("cost model", pytest.approx(1 / 12), (1.0, 1.5))
     for unknown in (((1.0,), None), (None, None)):
         assert _report(_history(_windows(0, 4, unknown), fit_costs=fit_costs)).imbalance.method == "ranks"
     assert len(seen) == 1
