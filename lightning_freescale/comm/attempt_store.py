@@ -38,34 +38,29 @@ def _name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
     attempt is never confirmed, because its rank 0 did not know this attempt's ranks.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+
+    def has_come(key: str, awaited: str) -> bool:
+        try:
+            store.wait([key], _ATTEMPT_POLL)
+        except dist.DistStoreError:
+            if time.monotonic() <= deadline:
+                return False
+            raise RuntimeError(
+                f"{awaited} did not connect to the store of torchrun within {timeout.total_seconds():g} s. Read the output of "
+                "that rank, or allow more time with timeout=timedelta(...)"
+            ) from None
+        return True
+
     if rank == 0:
         store.set("rank 0", own)
         for other in range(1, world_size):
-            _wait_for(store, f"{own} rank {other}", deadline, f"rank {other}", timeout)
+            while not has_come(f"{own} rank {other}", f"rank {other}"):
+                pass
             store.set(f"{store.get(f'{own} rank {other}').decode()} is welcome", "")
         return own
     while True:
-        _wait_for(store, "rank 0", deadline, "rank 0", timeout)
-        first = store.get("rank 0").decode()
-        store.set(f"{first} rank {rank}", own)
-        try:
-            store.wait([f"{own} is welcome"], _ATTEMPT_POLL)
-            return first
-        except dist.DistStoreError:
-            _check_deadline(deadline, "rank 0", timeout)
-
-
-def _wait_for(store: dist.Store, key: str, deadline: float, awaited: str, timeout: timedelta) -> None:
-    while True:
-        try:
-            return store.wait([key], _ATTEMPT_POLL)
-        except dist.DistStoreError:
-            _check_deadline(deadline, awaited, timeout)
-
-
-def _check_deadline(deadline: float, awaited: str, timeout: timedelta) -> None:
-    if time.monotonic() > deadline:
-        raise RuntimeError(
-            f"{awaited} did not connect to the store of torchrun within {timeout.total_seconds():g} s. Read the output of that "
-            "rank, or allow more time with timeout=timedelta(...)"
-        )
+        if has_come("rank 0", "rank 0"):
+            first = store.get("rank 0").decode()
+            store.set(f"{first} rank {rank}", own)
+            if has_come(f"{own} is welcome", "rank 0"):
+                return first
