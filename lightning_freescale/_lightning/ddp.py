@@ -31,9 +31,8 @@ from lightning_freescale._lightning.stop_points import SIGTERMException
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
-from lightning_freescale.comm.missing_ranks import naming_missing_ranks
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
-from lightning_freescale.comm.waits import until_another_fails
+from lightning_freescale.comm.waits import naming_missing_ranks, until_another_fails
 from lightning_freescale.profiling.recording.observed_work import replaced
 
 GROUP_TIMEOUT = timedelta(minutes=5)

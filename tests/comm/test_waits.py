@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_freescale import FreeScaleStrategy
-from lightning_freescale.comm import missing_ranks
+from lightning_freescale.comm import waits
 from lightning_freescale.testing import run_distributed
 from tests.helpers.recommender import Recommender, fixed_loader, trainer
 
@@ -27,7 +27,7 @@ def _fit(folder: Path, late: int, comes: bool, printing: list[int]) -> str:
     """Fit on a node for each rank while ``late`` starts after a line is printed, or not at all; return this rank's output."""
     rank, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.update(GROUP_RANK=f"{rank}", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    missing_ranks.FIRST_REPORT, missing_ranks.NEXT_REPORT = 0.4, 0.7
+    waits.FIRST_REPORT, waits.NEXT_REPORT = 0.4, 0.7
     if rank == late and not comes:
         return ""
     begun = time.monotonic()
