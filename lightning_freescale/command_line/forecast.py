@@ -26,9 +26,12 @@ def predict_balance(options: argparse.Namespace, lengths: Floats) -> None:
         f"at least {options.steps} steps of {per_rank} per rank, drawn from {options.lengths.name}; "
         f"cost {cost.linear:g} L + {cost.quadratic:g} L²"
     )
+    mode, parts = assign_options["assignment_mode"], options.micro_batches
+    padded = f", padded to the longest sample of a {'rank' if parts == 1 else 'micro-batch'}" if options.padded else ""
+    described = f"assignment_mode {mode}{padded}{f', {parts} micro-batches' if parts > 1 else ''}"
     print(f"{options.lengths.name}: {describe_lengths(lengths)}")
-    print(f"predicted, not measured: {predicted_from}; {_describe_mode(options, assign_options)}\n\n{format_table(rows)}\n")
-    _explain(rows, counts_allowed(assign_options["assignment_mode"]), options.padded)
+    print(f"predicted, not measured: {predicted_from}; {described}\n\n{format_table(rows)}\n")
+    _explain(rows, counts_allowed(mode), options.padded)
     for row in rows:
         sentences = [row.advice or fewer_than_asked(len(lengths), row.ranks, batch_size)]
         if row.padding is not None:
@@ -43,15 +46,6 @@ def predict_balance(options: argparse.Namespace, lengths: Floats) -> None:
         figures = [{**asdict(row), "speedup": row.speedup} for row in rows]
         context = {"predicted_from": predicted_from, "samples": len(lengths), **draw, **assign_options}
         options.json.write_text(json.dumps({**context, "predicted": figures}, indent=2) + "\n")
-
-
-def _describe_mode(options: argparse.Namespace, assign_options: dict[str, Any]) -> str:
-    mode = ", ".join(f"{name} {value}" for name, value in assign_options.items() if name != "padded")
-    if options.padded:
-        mode += f", padded to the longest sample of a {'rank' if options.micro_batches == 1 else 'micro-batch'}"
-    if options.micro_batches > 1:
-        mode += f", {options.micro_batches} micro-batches"
-    return mode
 
 
 def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
