@@ -91,15 +91,15 @@ def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | 
     """Return the sizes of the tables of this package's strategy, or of the largest embedding modules if nothing is sharded."""
     sharded: Any = getattr(trainer.strategy, "tables", None)
     if sharded is not None:
-        sizes = [(table.rows, table.dim * table.dtype.itemsize) for table in sharded.tables]
+        sizes = [(table.rows, table.dim * table.dtype.itemsize, 0) for table in sharded.tables]
+    elif _has_sharded_tables(trainer, module):
+        return None
     else:
         weights = [each.weight for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
         large = max((weight.nbytes for weight in weights), default=0) / 10  # leave out positions and categories
-        sizes = [(len(weight), weight.nbytes // len(weight)) for weight in weights if weight.nbytes >= large > 0]
-    if not sizes or (sharded is None and _has_sharded_tables(trainer, module)):
-        return None
-    rows, row_bytes, whole = (sum(each) for each in zip(*((count, size, count * size) for count, size in sizes)))
-    return {"rows": rows, "row_bytes": row_bytes, "reduced_bytes": 0 if sharded is not None else whole}
+        weights = [weight for weight in weights if weight.nbytes >= large > 0]
+        sizes = [(len(each), each.nbytes // len(each), each.nbytes * each.requires_grad) for each in weights]
+    return dict(zip(("rows", "row_bytes", "reduced_bytes"), map(sum, zip(*sizes)))) or None
 
 
 def _micro_batches(trainer: Trainer) -> str | int | None:
