@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -83,7 +83,7 @@ class DDPBase(_OptionsOfDDP, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        create_for_attempt(self)
         super().setup_distributed()
 
     def apply_layer_sync(self, module: nn.Module) -> None:
@@ -245,21 +245,16 @@ class FabricDDPBase(_OptionsOfDDP, fabric_strategies.DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        create_for_attempt(self.cluster_environment, self._get_process_group_backend(), self._timeout, self.root_device)
+        create_for_attempt(self)
         super()._setup_distributed()
 
     def block_backward_sync(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
         """Make ``fabric.no_backward_sync`` enter ``blocked(module)``, where ``module`` is wrapped by DDP."""
-        self._backward_sync_control = _Blocked(blocked)
 
+        def no_backward_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+            return blocked(module) if enabled else nullcontext()
 
-class _Blocked(_BackwardSyncControl):
-    def __init__(self, blocked: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
-        self._blocked = blocked
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._blocked(module) if enabled else nullcontext()
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=no_backward_sync)
 
 
 def _report_and_print(print_error: Callable[..., Any], kind: Any, error: BaseException, *trace: Any) -> None:
@@ -280,16 +275,16 @@ def process_group_timeout(strategy: Strategy) -> timedelta | None:
     return own or getattr(strategy, "_timeout", None)
 
 
-def create_for_attempt(
-    environment: ClusterEnvironment | None, backend: str, timeout: timedelta | None, device: torch.device
-) -> None:
+def create_for_attempt(strategy: Any) -> None:
     """Create the default process group in a store of its own if torchrun provides one store for all attempts.
 
     Otherwise do nothing, because Lightning creates the group.
     """
+    environment, device = strategy.cluster_environment, strategy.root_device
     if environment is None or dist.is_initialized() or not has_torchrun_store():
         return
-    timeout, ranks = timeout or dist.default_pg_timeout, environment.world_size()
+    timeout, ranks = strategy._timeout or dist.default_pg_timeout, environment.world_size()
     store = attempt_store(environment.main_address, environment.main_port, environment.global_rank(), ranks, timeout)
     bound = None if device.type == "cpu" else device
+    backend = strategy._get_process_group_backend()
     _init_dist_connection(environment, backend, store=store, timeout=timeout, device_id=bound)
