@@ -8,7 +8,7 @@ from lightning_freescale.profiling.reporting.verdict import PARTED, Document
 
 
 class _Advice(NamedTuple):
-    """What to do in runs with all facts of ``needs`` and no fact of ``unless``, each separated by semicolons."""
+    """Advice for runs with all facts of ``needs`` and no fact of ``unless``, which are separated by semicolons."""
 
     text: str
     needs: str = ""

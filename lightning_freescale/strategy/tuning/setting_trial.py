@@ -53,7 +53,8 @@ class SettingComparison:
             return ""
         judged = fastest or chosen
         pairs = "" if checks else f" ({math.ceil(AGREEING * self.pairs)} needed)"
-        least = "more than 0" if checks else f"{1e3 * max(WORTH_IT * self.seconds[0], self.saved[chosen]):.1f}"
+        most = self.saved[chosen] if judged != chosen else 0.0
+        least = "more than 0" if checks else f"{1e3 * max(WORTH_IT * self.seconds[0], most):.1f}"
         return (
             f"{names[judged]} was faster than {names[0]} in {round(self.agreeing[judged] * self.pairs)} of {self.pairs} pairs "
             f"of steps{pairs}, by {1e3 * self.saved[judged]:.1f} ms in the median ({least} needed), and the step times of one "
