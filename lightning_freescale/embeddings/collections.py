@@ -86,10 +86,7 @@ class Collection:
                 holder._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(f"{prefix}weight", None))
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``module``, which is at ``path``, by name in the module that contains it.
-
-        Data-parallel tables are not included.
-        """
+        """Return the parameters of ``module``, by name in the whole module's state dict, without data-parallel tables."""
         prefix, found = f"{self.path}." if self.path else "", module.named_parameters(remove_duplicate=False)
         return {prefix + name: weight for name, weight in found if name not in self.data_parallel}
 

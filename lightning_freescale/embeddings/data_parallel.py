@@ -27,7 +27,8 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
     for collection, module in found:
         planned: Any = plan.plan.get(collection.path, {}) if isinstance(plan, ShardingPlan) else {}
         names = {name for name, each in planned.items() if each.sharding_type == "data_parallel" and not collection.managed}
-        if planned and hasattr(module, "freescale_sharding") and names != {_table(each) for each in collection.data_parallel}:
+        earlier = {weight.split(".")[-2] for weight in collection.data_parallel}
+        if planned and hasattr(module, "freescale_sharding") and names != earlier:
             raise ValueError(
                 f"collection {collection.path!r} is already sharded by another plan, with other data-parallel tables than "
                 f"{sorted(names)}. To use the new plan, save a checkpoint and load it into a new module."
@@ -56,7 +57,7 @@ def share_data_parallel(collection: Collection, module: Any, other: Any) -> None
 def add_data_parallel(collection: Collection, original: Any, module: Any) -> None:
     """Add the data-parallel tables of ``original`` to ``module``, TorchRec's sharded module of the other tables."""
     if collection.data_parallel:
-        part = _with_tables(collection.blueprint, [_table(weight) for weight in collection.data_parallel])
+        part = _with_tables(collection.blueprint, [weight.split(".")[-2] for weight in collection.data_parallel])
         share_data_parallel(collection, original, part)
         held = "embedding_bags" if collection.pooled else "embeddings"
         module.get_submodule(held).update(part.get_submodule(held))
@@ -93,7 +94,3 @@ def _with_tables(build: Any, names: list[str]) -> Any:
 
 def _configs(module: Any) -> Any:
     return module.embedding_configs() if isinstance(module, EmbeddingCollection) else module.embedding_bag_configs()
-
-
-def _table(weight: str) -> str:
-    return weight.split(".")[-2]

@@ -125,10 +125,7 @@ def padded_plan(collection: Collection, plan: Mapping[str, Any]) -> dict[str, An
 def check_plan(
     collection: Collection, plan: Mapping[str, Any], optimizers: Mapping[str, TableOptimizer], overlap: bool = False
 ) -> None:
-    """Raise a ValueError if tables that are sharded by a plan cannot be trained and saved like unsharded tables.
-
-    If ``overlap``, the overlap engine will run.
-    """
+    """Raise a ValueError if tables that are sharded by a plan cannot be trained and saved like unsharded tables."""
     for table in collection.tables:
         kind = plan[table.name].sharding_type
         optimizer = optimizers[table.key].fused_class.__name__
