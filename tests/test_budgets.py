@@ -81,7 +81,6 @@ def options_of(owner: type) -> list[str]:
 
 
 def measured() -> dict[str, int]:
-    """The size of the package, by the names of the budgets."""
     texts = {path: path.read_text() for path in FILES}
     lines = {path: text.count("\n") for path, text in texts.items()}
     return {

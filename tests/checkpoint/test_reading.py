@@ -86,8 +86,6 @@ def _of_another_version(path: Path) -> None:
 
 
 def _write_manifest(*change: str) -> Callable[[Path], None]:
-    """Return a function that replaces a word of the manifest, or the whole manifest."""
-
     def write(path: Path) -> None:
         text = (path / "freescale.json").read_text()
         (path / "freescale.json").write_text(text.replace(*change) if len(change) == 2 else change[0])

@@ -26,7 +26,6 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Yield the blocks in the order of the page."""
     for found in _FENCED.finditer(page.read_text()):
         yield Block(*(part or "" for part in found.groups()))
 

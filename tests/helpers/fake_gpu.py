@@ -27,7 +27,6 @@ def keep(tensor: Tensor) -> Tensor:
 
 
 def end_streams() -> None:
-    """Let the threads of all streams end, whatever is left for them."""
     for stream in _streams:
         stream.end()
     for stream in _streams:

@@ -73,7 +73,6 @@ def fit(module: L.LightningModule, callbacks: list[L.Callback], steps: int = 14,
 
 
 def profiled(folder: str | Path, module: L.LightningModule, profiling: dict[str, Any] | None = None, **options: Any) -> Any:
-    """The report on rank 0 of such a fit."""
     callback = profiler(folder, **(profiling or {}))
     fit(module, [callback], **options)
     return callback.report

@@ -39,7 +39,6 @@ class PretendedGPU:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Pretend on this thread."""
         with _Names(self), _Places(self):
             yield
 
@@ -55,14 +54,12 @@ class PretendedGPU:
             self._memory.pop(tensor.untyped_storage()._cdata, None)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the GPU."""
         try:
             return tensor.untyped_storage()._cdata in self._memory
         except (NotImplementedError, RuntimeError):  # has no storage
             return False
 
     def wait(self) -> None:
-        """Note that the host would wait."""
         self.waits[threading.current_thread().name] += 1
 
 

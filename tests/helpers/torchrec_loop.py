@@ -28,8 +28,6 @@ WORDS, TAGS = 30, 5
 
 
 class BagNet(Net):
-    """Adds two bags: a table for words, and a small one for tags."""
-
     def __init__(self) -> None:
         super().__init__()
         sizes = {"word": WORDS, "tag": TAGS}

@@ -126,7 +126,6 @@ def test_a_step_has_the_gradient_of_its_whole_batch_on_one_rank() -> None:
 
 
 def _budgeted() -> dict[str, dict[str, Any]]:
-    """An epoch of steps cut by tokens."""
     return {reduction: _train(reduction, 64, steps=-1, batch_tokens=90) for reduction in REDUCTIONS}
 
 

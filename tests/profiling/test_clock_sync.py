@@ -193,8 +193,6 @@ def test_a_silent_rank_is_named_within_the_timeout(culprit: int) -> None:
 
 
 class Silent:
-    """Group of one rank without collectives."""
-
     def size(self) -> int:
         return 1
 

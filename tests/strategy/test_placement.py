@@ -50,7 +50,6 @@ def _data() -> FreeScaleDataModule:
 
 
 def case(optimizer: str, **options: Any) -> Case:
-    """Return a case with validation before training and inside epochs."""
     return Case(partial(Model, optimizer), _data, {"val_check_interval": 2, "num_sanity_val_steps": 1, **options}, notice=None)
 
 

@@ -93,7 +93,6 @@ def stream_threads() -> int:
 
 
 def run_streams(sizes: list[int], **options: Any) -> dict[str, Any]:
-    """Return the batches of this rank and the loader's descriptions of the steps."""
     loader = loader_of(sizes, **options)
     batches, names = list(loader), ("counts", "costs", "balance", "loss_weight")
     described = {name: [getattr(loader, name)(step) for step in range(len(batches))] for name in names}
@@ -109,7 +108,6 @@ def all_of(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def check_steps(ranks: list[dict[str, Any]], weights: bool = False) -> None:
-    """Check that the descriptions on every rank match the batches."""
     assert len({len(rank["batches"]) for rank in ranks}) == 1, "all stop together"
     for step, batches in enumerate(zip(*(rank["batches"] for rank in ranks))):
         mine = np.array([sum((1 + s[1] if weights else 1) for s in batch) for batch in batches], dtype=float)

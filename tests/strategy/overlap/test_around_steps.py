@@ -74,7 +74,6 @@ CASES = {
 
 
 def _fits(cases: dict[str, Case], seconds: float, at_the_end: float) -> dict[str, list[Run]]:
-    """Return fits whose updates take some time."""
     plain = LocalRows.update
 
     def slow(self: LocalRows, rows: Tensor, gradients: Tensor, settings: Any) -> None:
