@@ -130,9 +130,8 @@ def naming_missing_ranks(environment: Any) -> Iterator[None]:
 
 def _name_missing(environment: Any, ended: threading.Event) -> None:
     """Register this rank in the store of rank 0, and print which ranks have not registered."""
-    store, begun, due, over = None, time.monotonic(), FIRST_REPORT, False
-    while not over:
-        over = ended.wait(_POLL_SECONDS)
+    store, begun, due = None, time.monotonic(), FIRST_REPORT
+    while not ended.wait(_POLL_SECONDS):
         rank, ranks = environment.global_rank(), environment.world_size()
         if ranks == 1:
             continue
@@ -140,7 +139,7 @@ def _name_missing(environment: Any, ended: threading.Event) -> None:
         if store is None and _listens(place):
             store = dist.PrefixStore("waiting ranks", dist.TCPStore(*place, wait_for_workers=False))
             store.set(f"{rank}", "")
-        if over or (waited := time.monotonic() - begun) < due:
+        if (waited := time.monotonic() - begun) < due:
             continue
         due += NEXT_REPORT
         missing = [0] if store is None else [other for other in range(ranks) if not store.check([f"{other}"])]
