@@ -24,7 +24,7 @@ from lightning_freescale.simulator import Catalogue, Quantity
 from lightning_freescale.simulator.quantity import WORDS
 from lightning_freescale.simulator.training_step import LADDER
 from lightning_freescale.testing import run_distributed
-from tests.helpers.reports import report_of, step
+from tests.helpers.reports import TABLES, report_of, step
 from tests.helpers.shop import write_shop
 
 Fails = Callable[..., str]
@@ -244,7 +244,6 @@ def _written(path: Path, *, fits: bool = True, **changes: Any) -> Path:
     return path
 
 
-TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
 KNOWN = {"lengths": summarize_lengths(HISTORIES.ravel()), "tables": TABLES, "collision_rate": 0.3}
 
 

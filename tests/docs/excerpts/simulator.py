@@ -6,14 +6,13 @@ from lightning_freescale.balance import CostModel
 from lightning_freescale.balance.cost import sample_features
 from lightning_freescale.balance.simulate import summarize_lengths
 from tests.docs.excerpts import Excerpts, shell
-from tests.helpers.reports import report_of, step
+from tests.helpers.reports import TABLES, report_of, step
 
 page = Excerpts("docs/simulator.md")
 draw = np.random.default_rng(0)
 np.savetxt("lengths.txt", draw.lognormal(4, 1, 2000).round() + 1, fmt="%d")
 histories = draw.lognormal(4, 1, (30, 2, 8)).round() + 1
-tables = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
-workload = {"lengths": summarize_lengths(histories.ravel()), "tables": tables, "collision_rate": 0.3}
+workload = {"lengths": summarize_lengths(histories.ravel()), "tables": TABLES, "collision_rate": 0.3}
 seconds = CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
 parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
 measured = {"features": sample_features(histories).sum(axis=2), "workload": workload}
