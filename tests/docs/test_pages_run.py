@@ -62,25 +62,27 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 def _unsaid(shown: str, printed: str) -> list[str]:
-    """Return the lines of a page that were not printed; an indented line continues the one before.
+    """Return the lines of a page that were not printed to their end; an indented line continues the one before.
 
     Line breaks may differ, and figures by 1 %. Of measured lines, only the beginning up to the first figure is compared, of a
     verdict only the first word, and a second cause may be missing.
     """
-    unsaid, words = [], " ".join(printed.split())
-    for line in re.sub(r"\n  (?=\S)", " ", shown).splitlines():
+    unsaid, lines = [], [" ".join(line.split()) for line in _joined(printed)]
+    for line in _joined(shown):
         if MEASURED.search(line):
             beginning = re.split(rf"(?<=^Verdict:)|(?<=^Why:)|(?<=^Next:)|\s*{NUMBER}", line, maxsplit=1)[0]
             said = beginning in printed or beginning.startswith("Also:")
         else:
             figures = [float(figure) for figure in re.findall(NUMBER, line)]
             pattern = f"({NUMBER})".join(re.escape(text) for text in re.split(NUMBER, " ".join(line.split())))
-            said = any(
-                [float(figure) for figure in found.groups()] == pytest.approx(figures, rel=0.01)
-                for found in re.finditer(pattern, words)
-            )
+            found = [match.groups() for each in lines if (match := re.search(f"{pattern}$", each))]
+            said = any([float(figure) for figure in each] == pytest.approx(figures, rel=0.01) for each in found)
         unsaid += [] if said else [line]
     return unsaid
+
+
+def _joined(text: str) -> list[str]:
+    return re.sub(r"\n  (?=\S)", " ", text).splitlines()
 
 
 def _with_marks(page: Path) -> object:
@@ -105,9 +107,16 @@ def test_no_page_with_code_is_left_out() -> None:
 
 
 def test_missing_output_is_noticed() -> None:
-    printed = "bubble b = 31.0%: removing\n it all\nrank 0  12.0%\nVerdict: No relevant cause\nloss: 0.0739\nsent 3 ms"
+    printed = "bubble b = 31.0%: removing\n  it all\nrank 0  12.0%\nVerdict: No relevant cause\nloss: 0.0739\nsent 3 ms"
     assert _unsaid("bubble b = 31.01%: removing it\n  all\nrank 0  50%\nVerdict: this\nloss: 0.074\nsent 4 ms", printed) == []
-    wrong = ["bubble b = 37.8%: removing it all", "loss: 0.073", "loss: [0.0739", "Next:    that", "got 3 ms"]
+    wrong = [
+        "bubble b = 37.8%: removing it all",
+        "bubble b = 31.0%: removing",
+        "loss: 0.073",
+        "loss: [0.0739",
+        "Next:    that",
+        "got 3 ms",
+    ]
     assert [_unsaid(line, printed) for line in wrong] == [[line] for line in wrong]
 
 
