@@ -59,4 +59,6 @@ def _head(run: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _cell(value: float | str | None) -> str:
-    return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+    if isinstance(value, str):
+        return value.partition(":")[0]  # a word, and the message after it
+    return "-" if value is None else f"{value:.4g}"
