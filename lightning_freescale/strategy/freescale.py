@@ -32,6 +32,7 @@ from lightning_freescale.strategy.validation import (
     refuse_options,
     refuse_sampler,
     refuse_second_backward,
+    refuse_unequal_parameters,
     refuse_unsupported,
     warn_of_few_samples,
     warn_of_loader,
@@ -299,6 +300,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         super().on_train_start()
         trainer, step = self.trainer, self.table_step
         if step is not None:
+            refuse_unequal_parameters(self.model)
             # an inner fit, such as that of BatchSizeFinder, may have failed, or may have left a setting of a trial
             step.update_due, step.split_backward = False, self.split_backward
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale._lightning.loops import (
     GradientAccumulationScheduler,
@@ -18,6 +19,7 @@ from lightning_freescale._lightning.loops import (
     rank_zero_warn,
 )
 from lightning_freescale._lightning.weight_averaging import averaging_callbacks
+from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale.balance import BalancedSampler
 
 if TYPE_CHECKING:
@@ -102,6 +104,21 @@ def refuse_options(checkpoint: str, target: Any) -> None:
         raise ValueError(
             f"FreeScaleStrategy(target_bubble_reduction={target!r}): pass the share of the bubble to remove, above 0 and at "
             "most 1, such as 0.9, or None"
+        )
+
+
+def refuse_unequal_parameters(model: Any) -> None:
+    """Raise a ValueError on every rank if hooks have given the dense parameters of the ranks other values. Collective."""
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size() == 1:
+        return
+    dense = {name: each for name, each in model.module.named_parameters() if name not in model.parameters_to_ignore}
+    # sums of bytes are exact in any order
+    sums = [weight.detach().contiguous().view(-1).view(torch.uint8).sum() for weight in dense.values()]
+    of_ranks = gather_objects(torch.stack(sums).tolist() if sums else [])
+    if unequal := [name for name, *found in zip(dense, *of_ranks) if len(set(found)) > 1]:
+        raise ValueError(
+            f"the ranks start with different values of {unequal}. Ranks draw different random numbers after set-up. Initialise "
+            "weights in __init__ instead of on_fit_start or on_train_start"
         )
 
 

@@ -56,6 +56,14 @@ class With(Recommender):
         return self.make(self.parameters())
 
 
+class DrawsLate(Recommender):
+    """Initialises weights after set-up, when ranks have drawn different numbers of random numbers for their shards."""
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+        torch.nn.init.normal_(self.net.hidden[0].weight)
+
+
 class TwoOptimizers(Recommender):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.embeddings, self.net.hidden)]
@@ -133,6 +141,7 @@ REFUSED_ON_RANKS: list[tuple[Callable[[], Any], str]] = [
     (lambda: _fit_with_ddp({}, loss_reduction="target_mean"), "loss_reduction='target_mean'.*'unweighted'"),
     (lambda: _resume_with_another_plan(samples=7), "samples=7.*samples="),
     (lambda: _resume_with_another_plan(shuffle=0), "shuffle=0.*shuffle="),
+    (lambda: _fit(DrawsLate()), r"\['net\.hidden\.0\.weight'\].*on_train_start"),
     (  # last: it fails during training, and DDP stays behind
         lambda: _fit(PartlyUnused()),
         r"'freescale_find_unused_parameters_true'.*FreeScaleStrategy\(find_unused_parameters=True",
