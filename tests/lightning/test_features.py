@@ -218,7 +218,7 @@ def combined(mode: str) -> Case:
     return train
 
 
-case("`CombinedLoader`, `max_size_cycle`")(combined("max_size_cycle"))
+case("`CombinedLoader`, `max_size_cycle`", SLOW)(combined("max_size_cycle"))
 case("`CombinedLoader`, `min_size`", SLOW)(combined("min_size"))
 case("`CombinedLoader`, `max_size`", SLOW)(combined("max_size"))
 
@@ -234,7 +234,7 @@ def check_val(strategy: Any) -> Any:
     return every_second.losses, by_steps.losses
 
 
-@case("`save_weights_only`")
+@case("`save_weights_only`", SLOW)
 def weights_only(strategy: Any) -> Any:
     saves = callbacks.ModelCheckpoint(".", filename="end", save_weights_only=True)
     fit(strategy, callbacks=[saves], enable_checkpointing=True)
