@@ -134,6 +134,8 @@ class BalanceMonitor:
         if train is not None and sampler.budget is None:
             options["assignment_mode"] = train.assignment_mode
         if report is not None and report.padding is not None:
+            if sampler.micro_batches.candidates != [1]:
+                return None  # the only advice on padded batches is to use micro-batches
             options["padded"] = True
         epoch = sampler.epoch if self._epoch is None else self._epoch
         options["base"] = self._base_in(epoch)

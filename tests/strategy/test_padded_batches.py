@@ -121,6 +121,8 @@ def test_the_gradient_stays_and_samples_of_a_length_come_together() -> None:
     computed = [max(a * b, c * d) for (a, b), (c, d) in zip(first, second)]
     assert sum(computed) < 0.8 * len(computed) * 8 * CAP and max(computed) <= 8 * CAP
     messages = ranks[0]["found out"]["messages"]
+    parted = [name for name, case in ranks[0].items() if "With micro_batches=" in case["messages"]]
+    assert "from the first step on" in parted and not [name for name in parted if "micro-batches" in name]
     assert (
         "padded to their longest sample" in messages
         and "of the computed tokens" in messages
