@@ -170,7 +170,9 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
     )
     plain = vars(build(tables=configs))
     attributes = tuple(item for item in vars(module).items() if item[0] not in plain)
-    wide = [replace(config, embedding_dim=table.kernel_dim) for config, table in zip(configs, tables)]
+    # TorchRec divides some sums of other tables, too, and the means of grid_shard are wrong. _pooled_columns divides instead
+    sums = {"pooling": PoolingType.SUM} if pooled else {}
+    wide = [replace(config, embedding_dim=table.kernel_dim, **sums) for config, table in zip(configs, tables)]
     builders = partial(build, tables=configs), partial(build, tables=wide)
     given = (path, aliases, *builders, tables, sharder, pooled, managed, need_indices)
     return Collection(*given, weighted=weighted, attributes=attributes)

@@ -99,7 +99,7 @@ def check_tables(collection: Collection, overlap: bool, device: torch.device) ->
                 f"{of_collection} has embedding_dim={table.dim}. FBGEMM's tables need a multiple of 4, and tables are not "
                 f"padded with {where}. Use embedding_dim={table.kernel_dim}."
             )
-        if collection.weighted and table.mean and overlap:
+        if collection.weighted and table.mean:
             raise ValueError(
                 f"{of_collection} pools weighted rows by the mean, which the unsharded module does not support. Use "
                 "PoolingType.SUM to pool by the sum."

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torchrec import KeyedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from lightning_freescale.embeddings.collections import Collection, find_collections, replace_everywhere
+from lightning_freescale.embeddings.collections import Collection, Table, find_collections, replace_everywhere
 from lightning_freescale.embeddings.data_parallel import add_data_parallel, share_data_parallel
 from lightning_freescale.embeddings.id_checks import LookupChecks
 from lightning_freescale.embeddings.id_remapping import fill_id_remappings
@@ -240,7 +240,8 @@ class TableSharding:
         module.register_forward_pre_hook(checks, with_kwargs=True)
         module.register_forward_hook(_wait_for_output)
         if collection.pooled:
-            module.register_forward_hook(partial(_order_columns, blueprint._embedding_names))
+            columns = partial(_pooled_columns, collection.tables, blueprint._embedding_names)
+            module.register_forward_hook(columns, with_kwargs=True)
         add_data_parallel(collection, place.original, module)
         return module
 
@@ -345,11 +346,23 @@ def _wait_for_output(module: nn.Module, args: Any, output: Any) -> Any:
     return output.wait() if hasattr(output, "wait") else output
 
 
-def _order_columns(names: list[str], module: nn.Module, args: Any, output: KeyedTensor) -> KeyedTensor:
+def _pooled_columns(
+    tables: tuple[Table, ...], names: list[str], module: Any, args: Any, kwargs: dict[str, Any], output: KeyedTensor
+) -> KeyedTensor:
     # TorchRec orders features by table and owner, so the order depends on the number of ranks. A layer over all columns would
     # read other columns than in training
-    if list(output.keys()) == names:
+    by_torchrec = module.freescale_sharding.checks.enabled  # TorchRec adds up all bags; the overlap engine computes means
+    means = [feature if table.mean and by_torchrec else None for table in tables for feature in table.features]
+    if list(output.keys()) == names and not any(means):
         return output
-    found = output.to_dict()
-    columns = [found[name] for name in names]
-    return KeyedTensor(names, [each.shape[1] for each in columns], torch.cat(columns, dim=1))
+    found, features = output.to_dict(), args[0] if args else kwargs["features"]
+    columns = [found[name] / _bag_sizes(features, mean) if mean else found[name] for name, mean in zip(names, means)]
+    return KeyedTensor.from_tensor_list(names, columns)
+
+
+def _bag_sizes(features: KeyedJaggedTensor, feature: str) -> Tensor:
+    sizes = features[feature].lengths().clamp(min=1)[:, None]
+    if features.variable_stride_per_key():
+        keys, samples = features.inverse_indices()  # samples may share bags
+        return sizes[samples[keys.index(feature)]]
+    return sizes

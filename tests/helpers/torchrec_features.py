@@ -29,7 +29,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_freescale.testing import run_distributed
-from tests.helpers.bags import SUM, TABLES, BagModel, Batch, bag_loader, configs
+from tests.helpers.bags import MEAN, TABLES, BagModel, Batch, bag_loader, configs
 from tests.helpers.overlap_training import PLAIN, Case, Run, departures
 from tests.helpers.recommender import tables
 
@@ -70,19 +70,26 @@ def _fits(feature: Feature) -> list[Run | str]:
 # -- plans
 
 
-class Sums(BagModel):
-    """Has no bags that are pooled by the mean: TorchRec divides those of shared features by other counts."""
+class Planned(BagModel):
+    """Has bags of every kind. ``mood`` pools features by the mean that ``item`` and ``brand`` pool by the sum."""
 
     def __init__(self, optimizer: str = "adagrad", data_type: DataType = DataType.FP32) -> None:
         super().__init__(optimizer)
-        bags = [replace(config, data_type=data_type) for config in configs(TABLES) if config.pooling == SUM]
-        self.bags = EmbeddingBagCollection(tables=bags)
+        bags = configs({**TABLES, "mood": (40, 8, ["bought", "clicked"], MEAN)})
+        self.bags = EmbeddingBagCollection(tables=[replace(config, data_type=data_type) for config in bags])
         self.net.embeddings = EmbeddingCollection(tables=[replace(config, data_type=data_type) for config in tables()])
-        self.over = nn.Linear(48, 1, bias=False)
+        width = sum(config.embedding_dim * len(config.feature_names) for config in bags)
+        self.over = nn.Linear(width + 16, 1, bias=False)
 
     def scores(self, batch: Batch) -> Tensor:
         columns = torch.cat([self.bags(batch["bags"]).values(), self.weighted(batch["weighted"]).values()], dim=1)
         return self.net(batch["features"]) + self.over(columns.float()).squeeze(1)
+
+
+class WeightedMeans(Planned):
+    def __init__(self, optimizer: str = "adagrad") -> None:
+        super().__init__(optimizer)
+        self.weighted = EmbeddingBagCollection(tables=configs({"price": (20, 8, ["price"], MEAN)}), is_weighted=True)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -109,7 +116,7 @@ def planned(module: BagModel, others: str, fields: dict[str, Any], **kinds: str)
     return ShardingPlan(found)
 
 
-def case(others: str, optimizer: str = "adagrad", fields: Any = (), make: Any = Sums, **more: Any) -> Case:
+def case(others: str, optimizer: str = "adagrad", fields: Any = (), make: Any = Planned, **more: Any) -> Case:
     """Return a case with a plan by kinds of sharding; ``more`` are kinds by table, and options of the Trainer."""
     build = partial(make, optimizer)
     kinds = {name: more.pop(name) for name in [*more] if more[name] in KINDS}
@@ -126,7 +133,7 @@ def _planners_plan() -> ShardingPlan:
     }
     topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    return planner.plan(Sums(), [EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()])
+    return planner.plan(Planned(), [EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()])
 
 
 # -- features of tables
@@ -185,9 +192,12 @@ TABLE_FEATURES: dict[str, Feature] = {
     "data_parallel, averages": Feature(
         case("row", cat="data", brand="data", callbacks=lambda: [EMAWeightAveraging(decay=0.7, update_starting_at_step=1)])
     ),
+    "weighted means, TorchRec's exchange": Feature(
+        replace(case("row", make=WeightedMeans), error=("'price'", "'weighted'", "PoolingType.SUM")), [BY_TORCHREC]
+    ),
     "a planner's plan": Feature(replace(case("row"), overlap={"plan": _planners_plan}), BOTH),
     "tables of FP16": Feature(
-        case("row", make=partial(Sums, data_type=DataType.FP16)), [{**OVERLAPPED, "dedup": False}], BY_TORCHREC, ROUNDED
+        case("row", make=partial(Planned, data_type=DataType.FP16)), [{**OVERLAPPED, "dedup": False}], BY_TORCHREC, ROUNDED
     ),
     "fields of plans": Feature(case("row", fields=FIELDS), BOTH),
     "output_dtype=FP16": Feature(replace(case("row", fields=HALF), error=("'item'", "'bags'", "output_dtype=FP16", "wire="))),

@@ -31,12 +31,12 @@ from tests.helpers.torchrec_features import (
     OVERLAPPED,
     STEPS,
     Feature,
-    Sums,
+    Planned,
     case,
     outcome,
 )
 
-ALL_KINDS = case("column", cat="data", brand="data", word="grid", price="data", place="table_row")
+ALL_KINDS = case("column", cat="data", brand="data", category="row", mood="grid", price="data", place="table_row")
 
 
 def test_as_under_ddp() -> None:
@@ -52,7 +52,7 @@ MIXED = case("row", cat="data", brand="data", price="data", max_epochs=2)
 def _continued_and_fitted_again(folder: Path) -> tuple[dict[str, list[Any]], str]:
     ways = {"ours": (OVERLAPPED, DDP), "by ddp": (DDP, OVERLAPPED)}
     runs = {name: continued(MIXED, str(folder / f"{name}.ckpt"), STEPS, *way) for name, way in ways.items()}
-    module = Sums()
+    module = Planned()
     again = [replace(each, make=lambda: module) for each in (MIXED, MIXED, case("row"))]
     for each in again[:2]:
         each.fit(OVERLAPPED)
@@ -85,7 +85,7 @@ def test_data_parallel_tables_on_the_meta_device_are_initialised() -> None:
 # -- fields of ParameterSharding
 
 
-class Inspected(Sums):
+class Inspected(Planned):
     """Keeps the options of TorchRec's kernels, and the type of the results."""
 
     def scores(self, batch: Batch) -> Tensor:
@@ -95,7 +95,7 @@ class Inspected(Sums):
         return super().scores(batch)
 
 
-class Beyond(Sums):
+class Beyond(Planned):
     def scores(self, batch: Batch) -> Tensor:
         batch["bags"].values()[-1:] += 30  # of the last feature
         return super().scores(batch)
