@@ -150,8 +150,8 @@ def fit_report(document: Mapping[str, Any]) -> ReportFit:
         ValueError: The report holds no history lengths, has too few steps, or its times do not follow the lengths.
     """
     series = document["series"]
-    sums = np.array(series.get("features") or [], dtype=np.float64)
-    if not sums.size or (sums[..., 1].any() and not sums[..., 2].any()):
+    sums = sums_of_lengths(document)
+    if sums is None:
         raise ValueError(
             "the report holds no history lengths. Profile a run with FreeScaleDataModule(lengths=...), or with "
             "BubbleProfiler(lengths_fn=...)."

@@ -49,7 +49,6 @@ def predict_balance(options: argparse.Namespace, lengths: Floats) -> None:
 
 
 def _explain(rows: Sequence[Forecast], counts: str, padded: bool) -> None:
-    """Print the explanation of the columns."""
     if any(row.zigzag is not None for row in rows):
         print("zig-zag: FreeScale's assignment (arXiv 2604.24073), at equal counts; balanced: the assignment of this package")
     if padded:

@@ -26,18 +26,14 @@ from lightning_freescale.simulator.page import write_page
 from lightning_freescale.simulator.quantity import quantities
 
 _EXAMPLE = "freescale simulate --lengths lengths.txt --ranks 64,256,1024 --batch-size 32 --compute-ms 100:150:200"
-_OF_LOAD = {  # option: field, unit, factor
-    "batch_size": ("batch_size", "", 1.0),
-    "rows": ("rows", "", 1.0),
+_OF_LOAD = ("batch_size", "rows", "row_bytes", "exponent", "dense_mb", "host_ms", "contention", "late_weights")
+_CONVERTED = {  # options with a unit: field, unit, factor
     "row_bytes": ("row_bytes", "B", 1.0),
-    "exponent": ("exponent", "", 1.0),
     "dense_mb": ("dense_bytes", "B", 1e6),
     "host_ms": ("host", "s", 1e-3),
-    "contention": ("contention", "", 1.0),
-    "late_weights": ("late_weights", "", 1.0),
 }
 _OF_BALANCE = ("batch_tokens", "assignment_mode", "dim", "layers", "heads", "padded", "micro_batches")
-_OF_STEP = (*list(_OF_LOAD)[1:], "attention", "network", "draws", "page")
+_OF_STEP = (*_OF_LOAD[1:], "attention", "network", "draws", "page")
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -100,7 +96,8 @@ def _predict_steps(options: argparse.Namespace, measured: MeasuredRun | None) ->
     if options.page is not None:
         write_page(options.page, lengths, options.ranks, load, network, source, seed=options.seed)
     if options.json is not None:
-        document: dict[str, Any] = {"predicted_from": source, "predicted": [each.as_dict() for each in outlooks]}
+        predicted = [{**asdict(each), "techniques": str(each.techniques)} for each in outlooks]
+        document: dict[str, Any] = {"predicted_from": source, "predicted": predicted}
         document |= {"known": {name: asdict(each) for name, each in known.items()}}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
@@ -111,8 +108,9 @@ def _load(
     """Return the load and its whole numbers. An option replaces a measured value, which replaces an assumption."""
     known = {"rows": Quantity(Catalogue.rows, "assumed"), "row_bytes": Quantity(TrainingLoad.row_bytes, "assumed", unit="B")}
     known |= {} if measured is None else measured.known
-    for option, (field, unit, factor) in _OF_LOAD.items():
+    for option in _OF_LOAD:
         if (given := getattr(options, option)) is not None:
+            field, unit, factor = _CONVERTED.get(option, (option, "", 1.0))
             known[field] = _quantity(given, option, unit, factor)
     sizes = {name: known.pop(name) for name in ("batch_size", "rows", "row_bytes")}
     batch_size, rows, row_bytes = (int(each.value) for each in sizes.values())

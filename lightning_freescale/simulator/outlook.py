@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from operator import le
-from typing import Any
 
 import numpy as np
 
@@ -70,10 +70,6 @@ class Outlook:
     speed_up: Quantity
     removed: Quantity
     limit: Quantity
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return {**asdict(self), "techniques": str(self.techniques)}
 
 
 def simulate(
@@ -236,15 +232,10 @@ EXPLANATION = (
 """Explanation of the columns."""
 
 
-def _share(of: Quantity) -> str:
-    return _interval(of, "{:.1%}")
-
-
-def _ratio(of: Quantity) -> str:
-    return _interval(of, "{:.2f}")
-
-
 def _interval(of: Quantity, spec: str, factor: float = 1.0) -> str:
     # -0.0 % is 0.0 %
     value, low, high = (spec.format(round(factor * number, 3) + 0.0) for number in (of.value, of.low, of.high))
     return value if low == high else f"{value} ({low} - {high})"
+
+
+_share, _ratio = partial(_interval, spec="{:.1%}"), partial(_interval, spec="{:.2f}")
