@@ -159,7 +159,6 @@ class ParquetHistoryDataset(HistoryDataset):
         return len(self.users) * (self.histories.held_row_groups - 1) // (len(self.histories.first_users) - 1)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples with these indices, in their order."""
         row_groups = self.histories.row_groups_of(self.users[indices]).tolist()
         # those in memory first, because reading another row group may evict them
         order = sorted(range(len(indices)), key=lambda place: (not self.histories.holds(row_groups[place]), row_groups[place]))

@@ -107,7 +107,14 @@ def _read_text(path: Path, wanted: list[Column], text_format: TextFormat) -> pa.
 
 
 def _read_rows(path: Path, text_format: TextFormat) -> pa.Table:
-    table = _read_any_times(path, text_format)
+    try:
+        table = _read_csv(path, text_format)
+    except pa.ArrowInvalid as error:
+        if "CSV parse error" in str(error):
+            _refuse_ragged(path, text_format)
+        if "CSV conversion error" not in str(error) or text_format.times is None:
+            raise
+        table = _read_csv(path, replace(text_format, times=pa.string()))  # later times have another format
     lines = _count_lines(path) - text_format.skipped_rows
     if table.num_rows != lines:
         raise ValueError(
@@ -130,17 +137,6 @@ def _count_lines(path: Path) -> int:
             count += int((ends[:-1] & ~ends[1:]).sum())  # a line begins
             last = b"\n" if ends[-1] else b" "
     return count
-
-
-def _read_any_times(path: Path, text_format: TextFormat) -> pa.Table:
-    try:
-        return _read_csv(path, text_format)
-    except pa.ArrowInvalid as error:
-        if "CSV conversion error" in str(error) and text_format.times is not None:
-            return _read_csv(path, replace(text_format, times=pa.string()))  # later times have another format
-        if "CSV parse error" in str(error):
-            _refuse_ragged(path, text_format)
-        raise
 
 
 def _read_csv(path: Path, text_format: TextFormat, if_ragged: Callable[[Any], str] | None = None) -> pa.Table:

@@ -93,7 +93,6 @@ class BalanceMonitor:
 
     @property
     def _plans_padding(self) -> bool:
-        """Whether the plans of current or later steps take padding into account."""
         return self._train is not None and self._train.plans_padding
 
     def _base_in(self, epoch: int) -> float:

@@ -204,7 +204,6 @@ class BalancedStreamLoader:
         self._resume = state
 
     def _steps_depend_on(self) -> dict[str, Any]:
-        """Return the arguments that determine the steps of an epoch."""
         return {name: getattr(self, name) for name in ("rank", "batch_size", "drop_last", "world_size", "num_workers")}
 
     # -- the thread

@@ -41,13 +41,9 @@ class ComputeTimes:
     def __init__(self, timeline: Timeline) -> None:
         self.step = -1  # the number of the current step, from 0 on
         self._timeline, self._drives = timeline, not timeline.driven
+        self.on_host = timeline.on_host  # whether all work runs on the host, so that an ended step is also computed
         self._records: dict[int, StepRecord] = {}
         timeline.on_step = self._keep
-
-    @property
-    def on_host(self) -> bool:
-        """Whether all work runs on the host, so that an ended step is also computed."""
-        return self._timeline.on_host
 
     def start_step(self) -> None:
         """Begin the next step. Call it before ``training_step``."""
@@ -87,23 +83,17 @@ class PredictedAndMeasured:
     """
 
     def __init__(self) -> None:
-        self._start_epoch(-1)
-
-    def _start_epoch(self, epoch: int) -> None:
-        self.epoch, self.steps = epoch, 0
-        self._seconds = 0.0
-        self.predicted = self.measured = 1.0
+        self.epoch, self.steps, self.predicted, self.measured = -1, 0, 1.0, 1.0
 
     def add_steps(self, epoch: int, predicted: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
         """Add steps of an epoch: predicted load (any unit) and compute of each rank, both of shape ``[steps, ranks]``."""
         if epoch != self.epoch:
-            self._start_epoch(epoch)
+            self.epoch, self.steps, self._sums = epoch, 0, np.zeros(3)
         self.steps += len(seconds)
-        before, mean = self._seconds, seconds.mean(axis=1)
-        self._seconds += float(mean.sum())
+        mean = seconds.mean(axis=1)
         of_step = predicted.max(axis=1) / np.maximum(predicted.mean(axis=1), 1e-300)
-        self.predicted = (self.predicted * before + float(of_step @ mean)) / self._seconds
-        self.measured = (self.measured * before + float(seconds.max(axis=1).sum())) / self._seconds
+        self._sums += [mean.sum(), of_step @ mean, seconds.max(axis=1).sum()]
+        self.predicted, self.measured = (self._sums[1:] / self._sums[0]).tolist()
 
     def __str__(self) -> str:
         return (
