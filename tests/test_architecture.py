@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "profiling",
         "training",
     },
-    "fabric": {"_lightning", "balance", "checkpoint", "embeddings", "training"},
+    "fabric": {"_lightning", "_runtime", "balance", "checkpoint", "embeddings", "training"},
     "command_line": {"_lightning", "balance", "callbacks", "checkpoint", "profiling", "simulator"},
     "__main__": {"command_line"},
     "testing": set(),

@@ -20,8 +20,8 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import Tensor
 
 from lightning_freescale._lightning.loops import Trainer
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.balance.micro_batches import MicroBatches
-from lightning_freescale.profiling.recording.observed_work import replaced
 
 
 @contextmanager

@@ -40,12 +40,10 @@ class TrainerDataModule(LightningDataModule):
 
     @property
     def _weighs_loss(self) -> bool:
-        """Whether the strategy weights the losses of the ranks."""
         return self.trainer is not None and getattr(self.trainer.strategy, "weighs_loss", False)
 
     @property
     def _group_timeout(self) -> timedelta | None:
-        """The timeout of the strategy's process groups."""
         return None if self.trainer is None else process_group_timeout(self.trainer.strategy)
 
     def _rank_and_world_size(self) -> tuple[int, int]:

@@ -28,12 +28,12 @@ from typing_extensions import override
 
 from lightning_freescale._lightning.loops import Trainer, optimizers_to_device
 from lightning_freescale._lightning.stop_points import SIGTERMException
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale._runtime.code_place import place_in_code
 from lightning_freescale._runtime.error_text import error_text
 from lightning_freescale.comm.attempt_store import attempt_store, has_torchrun_store
 from lightning_freescale.comm.rank_notices import RankNotices, notices_of_ranks
 from lightning_freescale.comm.waits import naming_missing_ranks, until_another_fails
-from lightning_freescale.profiling.recording.observed_work import replaced
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 """The timeout of all groups but the default one, if the user sets none. They wait for a step or for a part of a checkpoint.
@@ -73,7 +73,6 @@ class _OptionsOfDDP:
 
     @property
     def ddp_options(self) -> dict[str, Any]:
-        """The options for ``DistributedDataParallel``."""
         return self._ddp_kwargs
 
 

@@ -36,7 +36,7 @@ from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
 from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 
-from lightning_freescale.profiling.recording.observed_work import replaced
+from lightning_freescale._runtime.attributes import replaced
 
 # moving optimizer states is part of every strategy's set-up, but has no public name
 optimizers_to_device = _optimizers_to_device

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 
 from lightning_freescale._lightning.loops import Callback, LoaderWrapper, Strategy, Trainer
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.profiling.recording.ddp_exchanges import buffers_on, ddp_waits_on
-from lightning_freescale.profiling.recording.observed_work import replaced
 from lightning_freescale.profiling.recording.timeline import Timeline, batches_on
 
 _LOG = logging.getLogger(rank_zero.__name__)

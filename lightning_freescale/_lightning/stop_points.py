@@ -17,7 +17,8 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 
 from lightning_freescale._lightning.loops import Trainer
-from lightning_freescale.profiling.recording.observed_work import replaced
+from lightning_freescale._runtime.attributes import replaced
+from lightning_freescale.comm.rank_notices import RankNotices
 
 _REQUEUE = "received SLURM's signal to requeue"
 
@@ -25,14 +26,8 @@ _REQUEUE = "received SLURM's signal to requeue"
 class StopPoints:
     """The points between batches at which all ranks stop by SIGTERMException after one rank got a signal."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        request: Callable[[str], None],
-        stops_at: Callable[[tuple[int, int]], bool],
-        why: Callable[[], str],
-    ) -> None:
-        self._trainer, self._request, self._stops_at, self._why = trainer, request, stops_at, why
+    def __init__(self, trainer: Trainer, notices: RankNotices) -> None:
+        self._trainer, self._notices = trainer, notices
         self._step = self._batch = 0
 
     @contextmanager
@@ -48,10 +43,10 @@ class StopPoints:
             if launcher is not None and not notified:
                 launcher.kill(signum)  # the processes that this process has started
             notified = True
-            self._request(f"rank {self._trainer.global_rank} received SIGTERM")
+            self._notices.request_stop(f"rank {self._trainer.global_rank} received SIGTERM")
 
         def notify_of_requeue(signum: int, _: Any) -> None:
-            self._request(f"rank {self._trainer.global_rank} {_REQUEUE}")
+            self._notices.request_stop(f"rank {self._trainer.global_rank} {_REQUEUE}")
 
         def advance_or_stop(data_fetcher: Any) -> None:
             self._step, self._batch = self._step + 1, 0
@@ -79,13 +74,13 @@ class StopPoints:
         if predicts:
             self.stop_here()
         # validation and test stop after the batch. The checkpoint for requeueing is saved between batches of training
-        elif self._stops_at((self._step, self._batch)) and not self._is_for_requeue:
+        elif self._notices.stops_at((self._step, self._batch)) and not self._is_for_requeue:
             self._trainer._signal_connector.received_sigterm = True
         return evaluate(*args, **kwargs)
 
     @property
     def _is_for_requeue(self) -> bool:
-        return self._why().endswith(_REQUEUE)
+        return self._notices.why.endswith(_REQUEUE)
 
     def end_training(self) -> None:
         """Pass the end of training, see :meth:`stop_here`."""
@@ -94,7 +89,7 @@ class StopPoints:
 
     def stop_here(self) -> None:
         """Raise SIGTERMException if all ranks stop here. Save a checkpoint first if the reason is SLURM's requeueing."""
-        if self._stops_at((self._step, self._batch)):
+        if self._notices.stops_at((self._step, self._batch)):
             self._trainer._signal_connector.received_sigterm = True
             if self._is_for_requeue:
                 connector: Any = self._trainer._signal_connector

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_freescale.profiling.recording.observed_work import replaced
+from lightning_freescale._runtime.attributes import replaced
 
 _KIND: Any = getattr(callbacks, "WeightAveraging", ())  # some versions do not have it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,15 +135,10 @@ def noting_order(model: nn.Module | None, order: list[str]) -> Iterator[None]:
         return
     came: list[str] = []
     reduced = _reduced(model)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
-        for name, parameter in reduced.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in reduced.items():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(came) == len(reduced):
         order += came
 

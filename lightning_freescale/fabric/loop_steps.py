@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import LoaderWrapper, rank_zero_warn
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.checkpoint.run_state import refusing_another_optimizer
 from lightning_freescale.training.lookahead_loader import UNKNOWN
 
@@ -69,20 +69,14 @@ class LoopSteps:
 
     # -- events of the loop
 
-    @contextmanager
-    def accumulating(self, module: nn.Module) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of the forwards and backwards in the block, without optimizer steps."""
         if plain := [collection.path for collection in self.step.plain]:
             raise ValueError(
                 f"fabric.no_backward_sync(model): collections {plain} are updated during backward, so their gradients cannot "
                 "be accumulated. Gradients accumulate only if the exchange is overlapped. Use a larger batch"
             )
-        outer, self._accumulating = self._accumulating, True
-        try:
-            with module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext():
-                yield
-        finally:
-            self._accumulating = outer
+        return replaced(self, {"_accumulating": True})
 
     def before_forward(self, *_: Any) -> None:
         """Begin a step, unless the forward belongs to the current step. A hook of the module."""

@@ -316,9 +316,11 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
 
     @contextmanager
     def _accumulating(self, module: nn.Module) -> Iterator[None]:
-        sharded = self._steps is not None and self._is_sharded(module)
-        plain = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
-        with self._steps.accumulating(module) if self._steps is not None and sharded else plain:
+        steps = self._steps if self._is_sharded(module) else None
+        with (
+            nullcontext() if steps is None else steps.accumulating(),
+            module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext(),
+        ):
             yield
 
     def _is_sharded(self, module: nn.Module) -> bool:

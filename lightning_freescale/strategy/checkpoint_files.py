@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_freescale._lightning.ddp import new_gloo_group
 from lightning_freescale._lightning.loops import Trainer, is_last, rank_zero_warn
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale._runtime.object_gather import gather_objects
 from lightning_freescale._runtime.worker import WorkerThread
 from lightning_freescale.checkpoint import conversion, sharded_folder, single_file
@@ -44,8 +45,7 @@ class CheckpointFiles:
 
     # -- saving
 
-    @contextmanager
-    def deferring(self, plugin: bool, filepath: Any) -> Generator[None, None, None]:
+    def deferring(self, plugin: bool, filepath: Any) -> AbstractContextManager[None]:
         """Defer the tables of a checkpoint in the block until they are written, unless a ``plugin`` writes it."""
         if plugin and self._in_folder:
             kind = "async" if self._in_background else "sharded"
@@ -53,12 +53,9 @@ class CheckpointFiles:
                 f"FreeScaleStrategy(checkpoint={kind!r}) writes the folder {filepath} itself, but the strategy has a "
                 "CheckpointIO. Use no CheckpointIO, or checkpoint='single'"
             )
-        if not plugin:  # a plugin writes whole tensors
-            self._deferred = DeferredTensors(f"the checkpoint {filepath} could not be written")
-        try:
-            yield
-        finally:
-            self._deferred = None
+        # a plugin writes whole tensors
+        deferred = None if plugin else DeferredTensors(f"the checkpoint {filepath} could not be written")
+        return replaced(self, {"_deferred": deferred})
 
     def hold(self) -> dict[str, Any]:
         """Return the option that defers the tables of a state dict while a checkpoint is saved; otherwise an empty dict."""

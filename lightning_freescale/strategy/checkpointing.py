@@ -24,6 +24,7 @@ from lightning_freescale._lightning.loops import (
     start_next_epoch,
     warn_of_what_is_missing,
 )
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.checkpoint import other_programs, unsharded
 from lightning_freescale.checkpoint.held_files import CONVERTED
 from lightning_freescale.checkpoint.run_state import (
@@ -146,7 +147,6 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
         return super().load_checkpoint(checkpoint_path, **options)
 
     def _renamed(self, found: dict[str, Any], path: Any) -> dict[str, Any]:
-        """Return a converted checkpoint with the names of the module."""
         module: Any = self.lightning_module
         names = dict.fromkeys(module.state_dict()) | (self.tables.state_dict_keys() if self.tables is not None else {})
         return other_programs.rename_keys(found, type(module).__name__, [*names], module.strict_loading, path)
@@ -226,12 +226,8 @@ class UnshardedCheckpointStrategy(TableStrategy, TrainerDDP):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         # Lightning enters this for batches and micro-batches without an optimizer step
-        outer, self.accumulating = self.accumulating, True
-        try:
-            with super().block_backward_sync():
-                yield
-        finally:
-            self.accumulating = outer
+        with replaced(self, {"accumulating": True}), super().block_backward_sync():
+            yield
 
     @override
     def on_train_end(self) -> None:

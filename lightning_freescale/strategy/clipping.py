@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_freescale._lightning.loops import Trainer, is_overridden
-from lightning_freescale.profiling.recording.observed_work import replaced
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.training.clipping import JointClipping
 
 if TYPE_CHECKING:

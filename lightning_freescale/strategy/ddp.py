@@ -43,7 +43,7 @@ class TrainerDDP(DDPBase):
         """Stop all ranks at the same batch after a signal. Call it on every rank."""
         if (notices := self._notices) is None:
             return
-        self._stop_points = StopPoints(trainer, notices.request_stop, notices.stops_at, lambda: notices.why)
+        self._stop_points = StopPoints(trainer, notices)
         self.at_teardown.enter_context(self._stop_points.running())
 
     @override

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_freescale._runtime.attributes import replaced
 
 if TYPE_CHECKING:
     from lightning_freescale.training.table_step import TableStep
@@ -72,14 +74,9 @@ class JointClipping:
         trained = [(weight, how.group) for weight, how in found if how is not None and weight.requires_grad]
         return [(weight, group) for weight, group in trained if group is not None]
 
-    @contextmanager
-    def exempt(self) -> Iterator[None]:
+    def exempt(self) -> AbstractContextManager[None]:
         """Allow calls of torch's functions for the dense part in the context."""
-        self._clipping = True
-        try:
-            yield
-        finally:
-            self._clipping = False
+        return replaced(self, {"_clipping": True})
 
     @contextmanager
     def checking_torch(self) -> Iterator[None]:

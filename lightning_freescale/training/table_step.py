@@ -154,11 +154,8 @@ class TableStep:
         """Run backward and submit its gradients; ``updates`` is as in :meth:`before_forward`."""
         self.update_due = updates
         try:
-            if self._window is None:
+            with nullcontext() if self._window is None else self._window.backward():
                 result = run()
-            else:
-                with self._window.backward():
-                    result = run()
             self.end_backward()
         except RuntimeError:
             if self.engine is not None:

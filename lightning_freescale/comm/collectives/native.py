@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.comm.collectives.executor import CollectiveExecutor
 from lightning_freescale.comm.waits import until_another_fails
 
@@ -88,14 +88,9 @@ class NativeBackends:
         args, kwargs = _move_tag(name, args, kwargs)
         return getattr(self._lane.p2p.open(), name)(*args, **kwargs)
 
-    @contextmanager
-    def hiding_nccl(self) -> Iterator[None]:
+    def hiding_nccl(self) -> AbstractContextManager[None]:
         """Register NCCL on the inner group only: torch would connect it again in a group that is being created."""
-        self._hidden = True
-        try:
-            yield
-        finally:
-            self._hidden = False
+        return replaced(self, {"_hidden": True})
 
     def register_nccl(self) -> None:
         """Register NCCL for CUDA tensors if possible. It connects at the first collective, or when torch connects it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,11 +12,15 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from torch import Tensor
 
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.embeddings.collections import Collection
 from lightning_freescale.embeddings.optimizer import UpdateSettings, update_rows
 from lightning_freescale.embeddings.overlap.row_codec import Wire, WireFormat
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.shards import ShardedTables, kernels, prepare_kernel
+
+_ROW_BY_ROW = {"pooling_mode": PoolingMode.NONE}
+"""The attribute of a kernel of bags with which it looks up single rows. FBGEMM passes the pooling mode in every call."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class TableKernel:
         """Return rows of a table by FBGEMM's lookup, which finds cached rows. Not tested on GPU."""
         counts = torch.zeros(self._features + 1, dtype=torch.int64)
         counts[self._feature_of[index] + 1] = len(rows)
-        with _row_by_row(self.module):
+        with replaced(self.module, _ROW_BY_ROW):
             return self.module(indices=rows, offsets=counts.cumsum(0).to(rows.device))
 
     def update(self, rows: dict[int, tuple[Tensor, Tensor]], settings: Sequence[UpdateSettings]) -> None:
@@ -65,19 +68,8 @@ class TableKernel:
         prepare_kernel(self.module, {self.tables[index].key: settings[index] for index in rows})
         # without this, autograd runs the CUDA backwards of all threads on one thread: a model's backward that waits for this
         # update, as a state_dict() in a hook does, would wait forever
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _row_by_row(self.module):
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), replaced(self.module, _ROW_BY_ROW):
             self.module(indices=ids, offsets=counts.cumsum(0).to(ids.device)).backward(gradients)
-
-
-@contextmanager
-def _row_by_row(module: Any) -> Iterator[None]:
-    """Let a kernel of bags look up single rows in the context; FBGEMM passes the pooling mode in every call."""
-    pooling = module.pooling_mode
-    module.pooling_mode = PoolingMode.NONE
-    try:
-        yield
-    finally:
-        module.pooling_mode = pooling
 
 
 class CpuKernel(TableKernel):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.embeddings.overlap.row_layout import RowLayout
 from lightning_freescale.embeddings.overlap.row_requests import Forwarded, RowRequest
 
@@ -36,14 +37,9 @@ class ExchangeStatistics:
             for name, amount in amounts.items():
                 self._totals[name] += amount
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Count nothing in the context, which belongs to no training step."""
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._suspended = False
+        return replaced(self, {"_suspended": True})
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

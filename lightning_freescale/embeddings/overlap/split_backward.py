@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from lightning_freescale._runtime.attributes import replaced
 
 _Place: TypeAlias = tuple[int, tuple[int, ...], bool, int | None]
 """The identity of the weight, its shape, whether it is transposed, and the identity of the bias."""
@@ -30,14 +33,9 @@ class WindowGradients:
         self.kept: dict[_Place, list[tuple[Tensor, Tensor]]] = {}  # inputs of layers and gradients of their outputs
         self.in_backward = False
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Enter the context of the backward of one batch."""
-        self.in_backward = True
-        try:
-            yield
-        finally:
-            self.in_backward = False
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of the backward of one batch."""
+        return replaced(self, {"in_backward": True})
 
     def close(self) -> None:
         """End a window. Raise a RuntimeError if its last batch did not use some layers, whose gradients would be lost."""
@@ -99,7 +97,8 @@ class WeightGradientsLast(TorchFunctionMode):
         if func in self._OPERANDS:
             return self._call(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self._linear_by_name():
+            # a mode does not see the functions that torch's own functions call
+            with replaced(F, {"linear": partial(self._call, F.linear)}):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -120,16 +119,6 @@ class WeightGradientsLast(TorchFunctionMode):
             return func(*args, **kwargs)
         self._layers += 1
         return _split(min(self._layers, _LAST_LATE), self._window, self._last, *operands)
-
-    @contextmanager
-    def _linear_by_name(self) -> Iterator[None]:
-        # a mode does not see the functions that torch's own functions call
-        linear = F.linear
-        F.linear = lambda *args, **kwargs: self._call(linear, *args, **kwargs)
-        try:
-            yield
-        finally:
-            F.linear = linear
 
 
 def after_the_others(result: Tensor, number: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_freescale._runtime.attributes import replaced
 from lightning_freescale.profiling.recording.observed_work import (
     ObservedWork,
     argument,
@@ -23,7 +24,6 @@ from lightning_freescale.profiling.recording.observed_work import (
     moved_bytes,
     over_link,
     place_of,
-    replaced,
     tensor_bytes,
 )
 from lightning_freescale.profiling.recording.records import Collective
@@ -163,11 +163,8 @@ class _FunctionalCalls:
             tensors = inputs_of(args, kwargs) if name.startswith("reduce_scatter_single_c") else tensors_of(args, kwargs)
             given = tensor_bytes(tensors) * (group.size() if name.startswith("all_gather") else 1)
             collective = self._timeline.arrive(name, place, over_link(name, given, group.size()))
-            before, self._calling = self._calling, collective
-            try:
+            with replaced(self, {"_calling": collective}):
                 result = function(*args, **kwargs)
-            finally:
-                self._calling = before
             if collective is not None:
                 self._remember(result, collective)
             return result

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_freescale.profiling.recording.observed_work import over_link, replaced
+from lightning_freescale._runtime.attributes import replaced
+from lightning_freescale.profiling.recording.observed_work import over_link
 from lightning_freescale.profiling.recording.records import Collective
 from lightning_freescale.profiling.recording.timeline import Timeline
 
@@ -100,12 +101,10 @@ class _Buckets:
                 ready.append(timeline.stamp())
 
         # these hooks run right before DDP's own, which starts the exchange after the last gradient of the bucket
-        hooks = [parameter.register_post_accumulate_grad_hook(has_gradient) for parameter in self._first]
-        try:
+        with ExitStack() as hooks:
+            for parameter in self._first:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(has_gradient))
             yield ready
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 _BUCKETS: WeakKeyDictionary[DistributedDataParallel, _Buckets] = WeakKeyDictionary()

@@ -17,19 +17,6 @@ from lightning_freescale.profiling.recording.records import Collective
 from lightning_freescale.profiling.recording.timeline import Timeline
 
 
-@contextmanager
-def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of a module or an instance within the context. The class does not change."""
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            vars(owner).pop(name, None)
-        vars(owner).update(own)
-
-
 def argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Return a function that finds an argument in a call; None if it is not passed or the function has no such argument."""
     parameters = list(inspect.signature(function).parameters)
