@@ -137,14 +137,11 @@ def _whole(results: list[ClosureResult], shares: tuple[float, ...]) -> ClosureRe
     for name in dict.fromkeys(name for result in results for name in result.extra):
         values = [result.extra.get(name) for result in results]
         numbers = [(value, share) for value, share, result in zip(values, shares, results) if name in result.extra]
-        extra[name] = _mean(*zip(*numbers)) if all(_is_number(value) for value, _ in numbers) else values
+        single = (isinstance(value, (float, int)) or (isinstance(value, Tensor) and value.numel() == 1) for value, _ in numbers)
+        extra[name] = _mean(*zip(*numbers)) if all(single) else values
     whole = ClosureResult(None, extra=extra)
     whole.loss = torch.stack(losses).sum() if losses else None
     return whole
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (float, int)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:

@@ -45,15 +45,14 @@ class StopPoints:
             notified = True
             self._notices.request_stop(f"rank {self._trainer.global_rank} received SIGTERM")
 
-        def notify_of_requeue(signum: int, _: Any) -> None:
-            self._notices.request_stop(f"rank {self._trainer.global_rank} {_REQUEUE}")
+        requeue = f"rank {self._trainer.global_rank} {_REQUEUE}"
 
         def advance_or_stop(data_fetcher: Any) -> None:
             self._step, self._batch = self._step + 1, 0
             self.stop_here()
             advance(data_fetcher)
 
-        handlers = {"_sigterm_notifier_fn": notify, "_slurm_sigusr_handler_fn": notify_of_requeue}
+        handlers = {"_sigterm_notifier_fn": notify, "_slurm_sigusr_handler_fn": lambda *_: self._notices.request_stop(requeue)}
         methods: dict[str, Any] = {"advance": advance_or_stop}
         if hasattr(loop, "_broadcast_sigterm_tensor"):  # some versions broadcast before each batch
             methods["_broadcast_sigterm_tensor"] = lambda: None

@@ -56,10 +56,6 @@ class MainThread:
     """The main thread as other threads see it, with a separate connection to the store for them.
 
     Create an object on the main thread.
-
-    Attributes:
-        store: the store over the separate connection.
-        another_failed: returns True if another rank has failed.
     """
 
     def __init__(self, store: dist.Store, another_failed: Callable[[], bool]) -> None:
@@ -136,9 +132,11 @@ def _name_missing(environment: Any, ended: threading.Event) -> None:
         if ranks == 1:
             continue
         place = environment.main_address, environment.main_port
-        if store is None and _listens(place):
-            store = dist.PrefixStore("waiting ranks", dist.TCPStore(*place, wait_for_workers=False))
-            store.set(f"{rank}", "")
+        with suppress(OSError):  # the constructor of TCPStore would log each failed connection
+            if store is None:
+                socket.create_connection(place, _CONNECT_SECONDS).close()
+                store = dist.PrefixStore("waiting ranks", dist.TCPStore(*place, wait_for_workers=False))
+                store.set(f"{rank}", "")
         if (waited := time.monotonic() - begun) < due:
             continue
         due += NEXT_REPORT
@@ -150,11 +148,3 @@ def _name_missing(environment: Any, ended: threading.Event) -> None:
                 "they reach the address, or pass the number of running nodes as num_nodes="
             )
             print(text, file=sys.stderr, flush=True)
-
-
-def _listens(place: tuple[str, int]) -> bool:
-    try:  # the constructor of TCPStore would log each failed connection
-        socket.create_connection(place, _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
