@@ -27,11 +27,8 @@ class Calibration:
 
     A fit replaces the costs in use if it predicts unseen times clearly better.
 
-    Args:
-        in_use: The cost model that the steps are planned by, until a fit replaces it.
-
     Attributes:
-        in_use: The cost model in use after the last window.
+        in_use: The cost model that the steps are planned by.
         improved: True if the fit after the last window has replaced the costs in use.
         base: The part of a rank's step that its samples do not explain, in the units of the costs in use.
     """
@@ -50,9 +47,8 @@ class Calibration:
     def add_window(self, sums: Floats, seconds: Floats) -> CostFit | None:
         """Fit again with a window of all ranks; return None until there are enough measured times.
 
-        Args:
-            sums: Sums of :func:`sample_features` over each rank's samples, shape ``[steps, ranks, 4]``.
-            seconds: Compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
+        ``sums`` has those of :func:`sample_features` over each rank's samples, shape ``[steps, ranks, 4]``, and ``seconds`` the
+        compute times, shape ``[steps, ranks]``; 0 where a rank did not measure.
         """
         measured = (seconds > 0).all(axis=1)  # by all ranks
         ranks = seconds.shape[1]

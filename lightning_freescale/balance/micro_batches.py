@@ -52,15 +52,8 @@ def cut(
 
     Micro-batches that the ranks compute at the same time then cost about the same. Each has a sample with a weight, because
     the mean loss over samples without targets is not a number. With ``padded``, each micro-batch is padded to its longest
-    sample, and samples of similar cost form a micro-batch.
-
-    Args:
-        samples: A sequence of samples.
-        parts: Number of micro-batches, at most :func:`most_parts`.
-        costs: Costs of the samples, shape ``[samples]``.
-        weights: Weight of each sample in the loss, shape ``[samples]``. If all are 0, all samples count alike.
-        loss_is_sum: See :class:`MicroBatches`.
-        padded: True if batches are padded.
+    sample, and samples of similar cost form a micro-batch. ``parts`` is at most :func:`most_parts`. If all ``weights`` in the
+    loss are 0, all samples count alike. For ``loss_is_sum``, see :class:`MicroBatches`.
     """
     weighed = _weighed(weights)
     part_of_sample = _parts(costs, parts, padded)
@@ -189,11 +182,7 @@ class MicroBatchSchedule:
     def decide(self, micro_batches: int, epoch: int, step: int, *, measured: bool = True) -> None:
         """Use a number from a step on. Call this with the same arguments on each rank.
 
-        Args:
-            micro_batches: Number of micro-batches.
-            epoch: Epoch of the first step.
-            step: First step.
-            measured: True if the number is the best by measurement; if False, a run that resumes this one measures again.
+        If the number is not the best one by measurement (``measured``), a run that resumes this one measures again.
 
         Raises:
             RuntimeError: The loader has read the step, so that the plans of the ranks could differ.

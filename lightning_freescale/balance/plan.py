@@ -140,9 +140,7 @@ class StepPlan:
 class PlanPrefetcher:
     """The plans of recent steps, and of the next steps while :meth:`running`.
 
-    Args:
-        make: Returns the plan of a step, a pure function of (epoch, step).
-        complete: Computes the parts of a plan that the thread prepares, and returns the plan.
+    ``make`` returns the plan of a step, a pure function of (epoch, step). The thread then computes parts of it by ``complete``.
     """
 
     def __init__(self, make: Callable[[int, int], StepPlan], complete: Callable[[StepPlan], StepPlan]) -> None:

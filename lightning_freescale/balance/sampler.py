@@ -259,22 +259,13 @@ class BalancedSampler(DistributedSampler["list[int] | MicroBatches"]):
         return BalanceReport.from_steps(self.step_plan(epoch, step).balance for step in steps)
 
     def replan(self, epoch: int, costs: Callable[[], ArrayLike]) -> None:
-        """Use other costs from ``epoch`` on. Call this with the same arguments on each rank.
-
-        Args:
-            epoch: A later epoch than the current one.
-            costs: Returns the costs, shape ``[samples]``; called when the epoch starts.
-        """
+        """Use the result of ``costs()`` from the start of a later epoch on. Call this with the same arguments on each rank."""
         self._replans[epoch] = costs
 
     def pad_from(self, epoch: int, step: int, *, padded: bool = True, **options: Any) -> None:
         """Plan for padded samples or by other options from a step on. Call this with the same arguments on each rank.
 
-        Args:
-            epoch: Epoch of the first step.
-            step: First step; the loader must not have read it.
-            padded: True if the ranks pad their samples from that step on.
-            **options: Options of :func:`assign` that replace the given ones.
+        ``options`` replace options of :func:`assign` that were given.
 
         Raises:
             RuntimeError: The loader has read the step, so that the plans of the ranks could differ.

@@ -51,14 +51,10 @@ class BalancedDataLoader(DataLoader[Any]):
         for_gpu: bool = False,
         **loader_options: Any,
     ) -> BalancedDataLoader:
-        """Return the loader of one rank.
+        """Return the loader of one rank. Other options are those of ``torch.utils.data.DataLoader``.
 
-        Args:
-            dataset: map-style data set.
-            sampler: sampler that yields the indices of each step.
-            collate_fn: function from the list of samples of a step to a batch. Default: torch's ``default_collate``.
-            for_gpu: whether batches go to a GPU. If so, they are in pinned memory unless ``pin_memory`` is given.
-            **loader_options: further options of ``torch.utils.data.DataLoader``.
+        ``collate_fn`` is by default torch's ``default_collate``. Batches ``for_gpu`` are in pinned memory unless ``pin_memory``
+        is given.
         """
         loader_options.setdefault("pin_memory", for_gpu)
         return cls(

@@ -17,11 +17,7 @@ _STEEPEST = 3.0
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Items whose popularity falls as ``rank ** -exponent``. Lookups are independent of each other.
-
-    Attributes:
-        rows: Number of items.
-        exponent: Exponent of the popularity.
+    """Items, one per row, whose popularity falls as ``rank ** -exponent``. Lookups are independent of each other.
 
     Raises:
         ValueError: ``rows`` is less than 1.

@@ -64,14 +64,9 @@ class TrainingLoad:
     def from_compute(
         cls, batch_size: int, lengths: Floats, compute: Quantity, attention: Quantity, **others: object
     ) -> TrainingLoad:
-        """Return the load for a given compute time of the mean step.
+        """Return the load for a given compute time of a rank's step in seconds, the mean over steps and ranks.
 
-        Args:
-            batch_size: Number of samples per rank and step.
-            lengths: History lengths, shape ``[samples]``.
-            compute: Compute of a rank's step, mean over steps and ranks, in seconds.
-            attention: Share of compute that is quadratic in the length of a history.
-            **others: Other fields.
+        ``attention`` is the share of compute that is quadratic in the length of a history. ``others`` are other fields.
         """
         mean, square = float(lengths.mean()), float((lengths.astype(np.float64) ** 2).mean())
         ends = [(compute.low, attention.high), (compute.value, attention.value), (compute.high, attention.low)]
@@ -192,12 +187,6 @@ def step_times(traffic: Sequence[StepTraffic], load: TrainingLoad, network: Netw
     """Return the wall time of each step in seconds, shape ``[steps]``. The first step follows the last one.
 
     A wall time is never below the mean compute of the ranks, because techniques reduce only waiting.
-
-    Args:
-        traffic: Traffic of each step.
-        load: Work of a step besides its traffic.
-        network: Network between the ranks.
-        chosen: Techniques in use.
     """
     run = _overlapped if chosen.overlap else _plain
     return np.array([run(traffic, index, load, network, chosen) for index in range(len(traffic))])

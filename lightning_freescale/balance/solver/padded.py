@@ -117,14 +117,9 @@ def _assign_runs(costs: Ints, ranks: int, parts: int) -> tuple[Ints, Ints]:
 def _cheap_runs(cost: Ints, most: Ints, runs: int, *, lower: bool = False, longest: float = np.inf) -> tuple[list[int], float]:
     """Return the ends of runs with a low total cost, and a bound on the total cost, by Lagrange relaxation.
 
-    Runs end only where blocks of a few samples end. Within a block all samples count as equally expensive.
-
-    Args:
-        cost: Costs of the samples, the most expensive first.
-        most: Maximum number of samples of a run that begins at each sample.
-        runs: Maximum number of runs.
-        lower: Use the cheapest sample's cost for its whole block, for a lower bound on any runs.
-        longest: Maximum cost of a run.
+    Runs end only where blocks of a few samples end. Within a block all samples count as equally expensive. With ``lower``, they
+    cost as much as the cheapest one, for a lower bound on any runs. ``most`` is a result of :func:`_most_per_run`. ``runs``
+    limits the number of runs, and ``longest`` the cost of a run.
     """
     edges = np.unique(np.linspace(0, len(cost), min(len(cost), _BLOCKS) + 1).astype(np.int64))
     sizes = edges[None, 1:] - edges[:-1, None]

@@ -328,8 +328,7 @@ class OverlapEngine:
     def close(self, farewell: bool = True) -> None:
         """Return the collections to TorchRec. Pending work is lost, so drain first.
 
-        Args:
-            farewell: wait up to 2 seconds until all ranks close. This is unnecessary if they have met since the drain.
+        With ``farewell``, wait up to 2 seconds until all ranks close. This is unnecessary if they have met since the drain.
         """
         for module in self.modules.values():
             module.close(farewell)
