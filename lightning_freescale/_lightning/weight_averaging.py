@@ -67,6 +67,13 @@ def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> No
         with own.strategy.writing_tables():
             method(trainer, module, own.load(checkpoint))
 
+    def while_averaging(method: Callable[..., None], change: Callable[..., None], *args: Any) -> None:
+        # a later fit, perhaps with another strategy, creates another average
+        if callback._average_model is average:
+            change(partial(method, callback), *args)
+        else:
+            method(callback, *args)
+
     vars(average)["update_parameters"] = update
     changed: dict[str, Callable[..., None]] = {
         "_swap_models": write,
@@ -75,14 +82,4 @@ def average_shards(callback: Any, averages: Callable[[torch.device], Any]) -> No
         "on_load_checkpoint": load,
     }
     for name, change in changed.items():
-        vars(callback)[name] = partial(_while_averaging, callback, average, getattr(type(callback), name), change)
-
-
-def _while_averaging(
-    callback: Any, average: AveragedModel, method: Callable[..., None], change: Callable[..., None], *args: Any
-) -> None:
-    # a later fit, perhaps with another strategy, creates another average
-    if callback._average_model is average:
-        change(partial(method, callback), *args)
-    else:
-        method(callback, *args)
+        vars(callback)[name] = partial(while_averaging, getattr(type(callback), name), change)
