@@ -100,9 +100,6 @@ def simulate(
         steps: Number of steps to draw, at least 2.
         draws: Number of draws of the assumptions for each pair of steps; 0 to use their values only.
         seed: Seed of all draws.
-
-    Raises:
-        ValueError: An argument is invalid.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     if lengths.ndim != 1 or not len(lengths) or not (lengths >= 0).all() or not lengths.any():

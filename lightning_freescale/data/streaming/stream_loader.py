@@ -57,9 +57,6 @@ class BalancedStreamLoader:
         assign_fn: function from the costs of a global batch and the number of ranks to an assignment.
         micro_batches: number of parts of each step; one by default. A step has fewer parts if a rank has fewer samples with a
             weight above 0.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
     dataset: IterableDataset[Any]
