@@ -80,10 +80,13 @@ def workload_of(trainer: Trainer, module: LightningModule, seen: Iterable[Floats
         lengths = [np.minimum(train.lengths, train.padded_length or longest)]
     elif hasattr(getattr(trainer.train_dataloader, "sampler", None), "counts"):
         lengths = []  # for the same reason, those of rank 0 are not like the others
+    in_parts = trainer.accumulate_grad_batches > 1 or _micro_batches(trainer) is not None
     return {
         "lengths": summarize_lengths(np.concatenate(lengths)) if lengths else None,
         "tables": _table_sizes(trainer, module),
-        "collision_rate": None if overlap is None else overlap.collision_rate,
+        # only the first part collides, but the rows of all parts count
+        "collision_rate": None if overlap is None or in_parts else overlap.collision_rate,
+        "lookups": None if overlap is None else overlap.tokens * trainer.world_size,
     }
 
 
@@ -95,7 +98,8 @@ def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | 
     elif _has_sharded_tables(trainer, module):
         return None
     else:
-        weights = [each.weight for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        weights = [*dict.fromkeys(each.weight for each in embeddings)]  # tied weights count once
         large = max((weight.nbytes for weight in weights), default=0) / 10  # leave out positions and categories
         weights = [weight for weight in weights if weight.nbytes >= large > 0]
         sizes = [(len(each), each.nbytes // len(each), each.nbytes * each.requires_grad) for each in weights]

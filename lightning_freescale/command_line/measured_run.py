@@ -21,7 +21,8 @@ class MeasuredRun:
         known: The known quantities by the fields of TrainingLoad, and ``rows``.
         ranks: Number of ranks.
         batch_size: Histories per rank and step; 0 if unknown.
-        collision_rate: Collision rate of the steps; None if unknown.
+        collision_rate: Collision rate of the steps; None if it or the number of lookups is unknown.
+        lookups: Ids that all ranks look up in the mean step; 0 if unknown.
         compute: Compute of the mean step, to be divided by an assumption.
         fits: True if compute can be fitted to the lengths of each step.
     """
@@ -29,13 +30,14 @@ class MeasuredRun:
     def __init__(self, path: Path) -> None:
         self._name, self._document = path.name, (document := read(path))
         self.ranks, workload = document["run"]["world_size"], document.get("workload") or {}
-        groups, tables, rate = (workload.get(name) for name in ("lengths", "tables", "collision_rate"))
+        groups, tables, rate, lookups = map(workload.get, ("lengths", "tables", "collision_rate", "lookups"))
         self.lengths: Floats | None = None if groups is None else np.repeat(groups["values"], groups["counts"])
         self.fits = sums_of_lengths(document) is not None
         self.known = {"host": self._seconds("host_overhead", "data_wait")}
         self.compute = replace(self._seconds("compute"), source=f"{self._name} and --attention")
         self.batch_size = round(document["summary"]["samples"] / document["status"]["steps"] / len(document["ranks"]))
-        self.collision_rate = self._quantity(rate) if rate is not None and self.batch_size else None
+        self.lookups = float(lookups or 0)
+        self.collision_rate = self._quantity(rate) if rate is not None and self.lookups else None
         if self.batch_size:
             self.known["batch_size"] = self._quantity(self.batch_size)
         if tables is not None:

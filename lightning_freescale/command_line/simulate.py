@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,12 @@ def _lengths(options: argparse.Namespace, measured: MeasuredRun | None) -> Float
     if measured is not None and measured.lengths is not None:
         theirs, ours = ((each.mean(), each.max()) for each in (lengths, measured.lengths))
         if not np.allclose(theirs, ours, rtol=0.05):  # held-out items shorten histories
+            cut = (
+                f"Pass --max-length {ours[1]:g} if the run cuts longer histories, or leave" if theirs[1] > ours[1] else "Leave"
+            )
             raise ValueError(
                 f"--lengths {options.lengths} has mean {theirs[0]:.4g} and maximum {theirs[1]:g}, but the run of "
-                f"{options.report} had mean {ours[0]:.4g} and maximum {ours[1]:g}. Pass --max-length {ours[1]:g} if the run "
-                "cuts longer histories, or leave out --lengths to use those of the run."
+                f"{options.report} had mean {ours[0]:.4g} and maximum {ours[1]:g}. {cut} out --lengths to use those of the run."
             )
     return lengths
 
@@ -117,7 +121,10 @@ def _load(
     exponent = known.pop("exponent", None)
     catalogue = Catalogue(rows) if exponent is None else Catalogue(rows, exponent)
     if exponent is None and measured is not None and measured.collision_rate is not None:
-        catalogue = catalogue.fitted(measured.collision_rate, measured.ranks * measured.batch_size * float(lengths.mean()))
+        try:
+            catalogue = catalogue.fitted(measured.collision_rate, measured.lookups)
+        except ValueError as error:
+            print(f"{options.report.name}: the popularity of items stays an assumption, because {error}")
     others: dict[str, Any] = {"row_bytes": row_bytes, "catalogue": catalogue, **known}
     if measured is not None and measured.fits:
         return TrainingLoad(batch_size, **{**measured.costs(), **others}), sizes
@@ -152,10 +159,10 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     add("--micro-batches", type=whole_number, default=1, metavar="N", help="number of micro-batches, with --padded; default 1")
     group = parser.add_argument_group("all techniques")
     add, compute = group.add_argument, group.add_mutually_exclusive_group()
-    compute.add_argument("--compute-ms", type=_range, metavar="MS", help="compute of a rank in the mean step")
+    compute.add_argument("--compute-ms", type=_positive, metavar="MS", help="compute of a rank in the mean step")
     compute.add_argument("--report", type=Path, metavar="FILE", help="report.json of a run, whose figures replace assumptions")
     attention = "share of compute that grows as L², unless the report knows the lengths; default 0.3:0.5:0.7"
-    add("--attention", type=_range, default=(0.3, 0.5, 0.7), metavar="SHARE", help=attention)
+    add("--attention", type=_share, default=(0.3, 0.5, 0.7), metavar="SHARE", help=attention)
     add("--rows", type=whole_number, metavar="N", help="rows of all tables; default 10 million")
     add("--row-bytes", type=whole_number, metavar="N", help="bytes of an item's rows in all tables; default 1024")
     add("--exponent", type=_range, metavar="X", help="popularity falls as rank ** -X")
@@ -169,13 +176,17 @@ def _new_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _range(text: str) -> tuple[float, float, float]:
+def _range(text: str, kind: str = ">= 0", least: float = 0.0, most: float = math.inf) -> tuple[float, float, float]:
     try:
         numbers = [float(part) for part in text.split(":")]
     except ValueError:
         numbers = []
     if len(numbers) == 1:
         numbers *= 3
-    if len(numbers) != 3 or not 0 <= numbers[0] <= numbers[1] <= numbers[2]:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number >= 0 nor LOW:NUMBER:HIGH")
+    if len(numbers) != 3 or not least <= numbers[0] <= numbers[1] <= numbers[2] <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number {kind} nor LOW:NUMBER:HIGH")
     return numbers[0], numbers[1], numbers[2]
+
+
+_positive = partial(_range, kind="> 0", least=math.ulp(0.0))
+_share = partial(_range, kind="from 0 to 1", most=1.0)

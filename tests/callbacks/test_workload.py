@@ -299,8 +299,13 @@ def test_what_a_run_is(monkeypatch: Any) -> None:
     seen = [np.array([3.0, 5.0]), np.array([3.0])]
     tables[0].requires_grad_(False)
     small = {"rows": 49, "row_bytes": 64, "reduced_bytes": 40 * 32}
-    workload = {"lengths": {"values": [3.0, 5.0], "counts": [2, 1]}, "tables": small, "collision_rate": 0.25}
-    assert workload_of(fit, tables, seen, SimpleNamespace(collision_rate=0.25)) == workload
+    workload = {"lengths": {"values": [3.0, 5.0], "counts": [2, 1]}, "tables": small, "lookups": 800.0}
+    tables.append(torch.nn.Embedding(40, 8))
+    tables[3].weight = tables[1].weight  # tied
+    overlap = SimpleNamespace(collision_rate=0.25, tokens=100.0)
+    for parts, rate in ((3, None), (1, 0.25)):  # only the first of several parts collides
+        fit.accumulate_grad_batches = parts
+        assert workload_of(fit, tables, seen, overlap) == {**workload, "collision_rate": rate}
     for options, assignment in (({}, "fixed"), ({"assignment_mode": "slack"}, "slack"), ({"balance": False}, "as drawn")):
         sampler = BalancedSampler([1.0, 2.0], 1, num_replicas=2, rank=0, **options)
         fit.train_dataloader = SimpleNamespace(sampler=sampler)

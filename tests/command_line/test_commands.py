@@ -24,7 +24,7 @@ from lightning_freescale.simulator import Catalogue, Quantity
 from lightning_freescale.simulator.quantity import WORDS
 from lightning_freescale.simulator.training_step import LADDER
 from lightning_freescale.testing import run_distributed
-from tests.helpers.reports import TABLES, report_of, step
+from tests.helpers.reports import TABLES, WORKLOAD, report_of, step
 from tests.helpers.shop import write_shop
 
 Fails = Callable[..., str]
@@ -244,7 +244,7 @@ def _written(path: Path, *, fits: bool = True, **changes: Any) -> Path:
     return path
 
 
-KNOWN = {"lengths": summarize_lengths(HISTORIES.ravel()), "tables": TABLES, "collision_rate": 0.3}
+KNOWN = {**WORKLOAD, "lengths": summarize_lengths(HISTORIES.ravel())}
 
 
 def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: Path) -> None:
@@ -257,9 +257,13 @@ def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: 
         assert (known[name]["word"], known[name]["source"]) == ("measured", "report.json"), name
         assert known[name]["value"] == pytest.approx(value, rel=0.15), name
         assert 0 <= known[name]["low"] <= known[name]["value"] <= known[name]["high"], name
-    rate = Catalogue(4001, Quantity(known["exponent"]["value"], "measured")).collision_rate(2 * 8 * HISTORIES.mean())
+    rate = Catalogue(4001, Quantity(known["exponent"]["value"], "measured")).collision_rate(1500)
     assert rate == pytest.approx(0.3, abs=0.01) and known["exponent"]["word"] == "measured"
     assert "32, assumed: --batch-size" in simulated("--report", report, "--batch-size", 32, alone=True)
+    said = "report.json: the popularity of items stays an assumption, because the collision rate 0.990 (report.json) is not"
+    for changes, told in (({"collision_rate": 0.99}, True), ({"lookups": None}, False)):  # earlier versions wrote no lookups
+        out = simulated("--report", _written(report, workload={**KNOWN, **changes}), alone=True)
+        assert (said in out) == told and "1.05 (0.8 - 1.2), assumed: popularity" in out
 
 
 def test_a_report_of_a_plain_run(simulated: Callable[..., str], tmp_path: Path) -> None:
@@ -284,6 +288,8 @@ def test_lengths_of_another_run_are_refused(simulated: Callable[..., str], tmp_p
     for fact in ("lengths.txt has mean", f"maximum {LENGTHS.max():g}", f"mean {HISTORIES.mean():.4g}", "--max-length 200"):
         assert fact in said
     assert "lengths.txt: 480 samples" in simulated("--report", report, "--max-length", 200)
+    said = simulated("--report", report, "--max-length", 100, fails=True)
+    assert "maximum 200. Leave out --lengths" in said, "a larger maximum would not help"
     assert "--max-length has no effect without --lengths" in simulated(
         "--report", report, "--max-length", 90, alone=True, fails=True
     )
@@ -292,10 +298,9 @@ def test_lengths_of_another_run_are_refused(simulated: Callable[..., str], tmp_p
 def test_what_a_simulation_refuses(simulated: Callable[..., str], tmp_path: Path) -> None:
     missed = []
     (tmp_path / "broken.json").write_text("{")
-    known = _written(tmp_path / "report.json", workload={**KNOWN, "collision_rate": 0.99})
+    known = _written(tmp_path / "report.json", workload=KNOWN)
     for words, said in (
         (("--report", tmp_path / "broken.json"), "broken.json"),
-        (("--report", known, "--max-length", 200), "collision rate 0.990 (report.json) is not possible"),
         (("--report", known, "--max-length", 200, "--exponent", 1, "--attention", 0.4), "--attention"),
         (("--page", "page.html"), "--page has no effect without --compute-ms and --report"),
         (("--compute-ms", 1, "--padded"), "--padded has no effect with --compute-ms or --report"),
@@ -303,6 +308,8 @@ def test_what_a_simulation_refuses(simulated: Callable[..., str], tmp_path: Path
         (("--compute-ms", "3:2:1"), "'3:2:1'"),
         (("--compute-ms", "1:2"), "'1:2'"),
         (("--compute-ms", "-1"), "-1"),
+        (("--compute-ms", "0:1:2"), "--compute-ms: '0:1:2' is neither a number > 0"),
+        (("--compute-ms", 1, "--attention", "0.5:1:2"), "--attention: '0.5:1:2' is neither a number from 0 to 1 nor"),
         (("--compute-ms", 1, "--ranks", "4,0"), "'0'"),
         (("--compute-ms", 1, "--steps", 1), "steps=1"),
         (("--compute-ms", 1, "--network", "none.json"), "none.json"),

@@ -13,6 +13,7 @@ draw = np.random.default_rng(0)
 np.savetxt("lengths.txt", draw.lognormal(4, 1, 2000).round() + 1, fmt="%d")
 histories = draw.lognormal(4, 1, (30, 2, 8)).round() + 1
 workload = {"lengths": summarize_lengths(histories.ravel()), "tables": TABLES, "collision_rate": 0.3}
+workload |= {"lookups": 2 * 8 * float(histories.mean())}
 seconds = CostModel(linear=3e-5, quadratic=2e-8)(histories).sum(axis=2)
 parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
 measured = {"features": sample_features(histories).sum(axis=2), "workload": workload}
