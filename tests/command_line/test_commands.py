@@ -257,7 +257,7 @@ def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: 
         assert (known[name]["word"], known[name]["source"]) == ("measured", "report.json"), name
         assert known[name]["value"] == pytest.approx(value, rel=0.15), name
         assert 0 <= known[name]["low"] <= known[name]["value"] <= known[name]["high"], name
-    rate = Catalogue(4001, Quantity(known["exponent"]["value"], "measured")).collision_rate(1500)
+    rate = Catalogue(4001, Quantity(known["exponent"]["value"], "measured")).collision_rate(1000)
     assert rate == pytest.approx(0.3, abs=0.01) and known["exponent"]["word"] == "measured"
     assert "32, assumed: --batch-size" in simulated("--report", report, "--batch-size", 32, alone=True)
     said = "report.json: the popularity of items stays an assumption, because the collision rate 0.990 (report.json) is not"

@@ -54,7 +54,7 @@ HEAT |= {"sent_bytes": 11e6, "cross_node_bytes": 5e6, "hot_near_bytes": 1.5e6, "
 
 TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
 WORKLOAD = {"lengths": {"values": [1.5, 40.0, 200.0], "counts": [6, 90, 4]}, "tables": TABLES}
-WORKLOAD |= {"collision_rate": 0.3, "lookups": 1500.0}
+WORKLOAD |= {"collision_rate": 0.3, "lookups": 1000.0}
 
 
 def run_of(label: str = "freescale", wall: float = 0.1, compute: float = 0.07, count: int = 64, **run: Any) -> BubbleReport:
