@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from types import FunctionType, MethodType
+from typing import Any
 
+import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
@@ -64,11 +67,20 @@ def check_replicas(root: nn.Module, sharded: Collection[nn.Module]) -> list[str]
     return texts
 
 
-def own_methods(module: nn.Module, kind: type[nn.Module]) -> set[str]:
-    """Return the methods that ``module`` or a subclass of ``kind`` defines, except ``__init__``."""
+def own_members(module: nn.Module, kind: type[nn.Module]) -> set[str]:
+    """Return the names of what ``module`` or a subclass of ``kind`` overrides or adds, except ``__init__`` and attributes."""
     classes = type(module).__mro__[: type(module).__mro__.index(kind)]
+    members = {name for each in classes for name in vars(each) if name != "_abc_impl" and not re.fullmatch("__.*__", name)}
     defined = [item for each in (module, *classes) for item in vars(each).items()]
-    return {name for name, value in defined if isinstance(value, (FunctionType, MethodType, property))} - {"__init__"}
+    members |= {name for name, value in defined if isinstance(value, (FunctionType, MethodType, property))} - {"__init__"}
+    parts = module._modules.keys() | module._parameters.keys() | module._buffers.keys()
+    return members | (parts - ({"weight"} if kind in PLAIN else {"embeddings", "embedding_bags"}))
+
+
+def hooks_of(path: str, module: nn.Module) -> list[str]:
+    """Return the hooks of ``module`` and of the modules in it that a sharded module would not run."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return [f"{name}.{kind}" for name, each in module.named_modules(prefix=path) for kind in kinds if getattr(each, kind)]
 
 
 def _is_closed(module: nn.Module) -> bool:
@@ -78,10 +90,27 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 def _changes(module: nn.Module) -> list[str]:
-    """Return the names of methods, modules, parameters and buffers that ``module`` does not have from TorchRec."""
+    """Return the names of what ``module`` does not have from TorchRec, also of the changed options of its tables."""
     kind = next(each for each in _KINDS if isinstance(module, each))
-    parts = module._modules.keys() - {"embeddings", "embedding_bags"}
-    return sorted(own_methods(module, kind) | parts | module._parameters.keys() | module._buffers.keys())
+    if own := own_members(module, kind):
+        return sorted(own)
+    built: Any = module
+    configs = built.embedding_bag_configs() if isinstance(built, EmbeddingBagCollection) else built.embedding_configs()
+    plain = dict(kind(tables=configs, device=torch.device("meta")).named_modules())
+    held = dict(module.named_modules())
+    changed = plain.keys() ^ held.keys()
+    for path in plain.keys() & held.keys():
+        changed |= {f"{path}.{option}" for option in _changed_options(held[path], plain[path])}
+    return sorted(changed)
+
+
+def _changed_options(module: nn.Module, plain: nn.Module) -> set[str]:
+    if not isinstance(plain, PLAIN):
+        return set()
+    if type(module) is not type(plain):
+        return {type(module).__name__}
+    options = [each for each in vars(module) if not each.startswith("_") and each not in {"training", "sparse"}]
+    return own_members(module, type(plain)) | {each for each in options if vars(module)[each] != vars(plain).get(each)}
 
 
 def _holds_tables(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.modules.embedding_configs import DataType, data_type_to_dtype, dtype_to_data_type
 
-from lightning_freescale.embeddings.collection_kinds import PLAIN, is_shardable, open_modules
+from lightning_freescale.embeddings.collection_kinds import PLAIN, hooks_of, is_shardable, open_modules
 from lightning_freescale.embeddings.managed_collision import is_managed, managed_blueprint, refuse_unshardable
 from lightning_freescale.embeddings.plain_embedding import EmbeddingSharder, as_collection, options_of, table_name, tied_modules
 
@@ -64,17 +64,23 @@ class Collection:
     embedding: bool = False  # whether it is a plain module, see plain_embedding
     weighted: bool = False  # whether it is an EmbeddingBagCollection that multiplies each row by the weight of its id
     ties: tuple[str, ...] = ()  # modules that share the weight of the plain module, such as an output layer
-    attributes: tuple[tuple[str, Any], ...] = ()  # those that TorchRec's collections do not have
+    attributes: tuple[str, ...] = ()  # names of those that TorchRec's collections and torch's modules do not have
     data_parallel: Group[str] = frozenset()  # weights in the module that are dense parameters, see data_parallel.py
 
     def names(self, inner: str) -> tuple[str, ...]:
         """Return the names in the whole module of ``inner``, a name in the collection; the first one is below ``path``."""
         return tuple(f"{path}.{inner}" if path else inner for path in (self.path, *self.aliases, *self.ties))
 
+    def carry(self, module: nn.Module, new: nn.Module) -> None:
+        """Copy the user's attributes of ``module`` to ``new``, which is to replace it."""
+        carried = {name: vars(module)[name] for name in self.attributes if name in vars(module)}
+        if lost := sorted(name for name in carried if hasattr(new, name)):
+            raise ValueError(f"module {self.path!r} has attributes {lost}, which its sharded module needs itself. Rename them.")
+        vars(new).update(carried)
+
     def put(self, root: nn.Module, old: nn.Module, new: Any) -> None:
         """Replace ``old`` by ``new`` everywhere in ``root``, and its weight in modules that share it."""
         replace_everywhere(root, old, new)
-        vars(new).update({**dict(self.attributes), **vars(new)})
         for path in self.ties:
             holder: Any = root.get_submodule(path)
             holder.__dict__.pop("weight", None)
@@ -139,6 +145,11 @@ def _embedding_weight(module: nn.Module | None) -> nn.Parameter | None:
 def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
     managed, pooled = is_managed(module), isinstance(module, EmbeddingBagCollection)
     need_indices = weighted = False
+    if hooks := hooks_of(path, module):
+        raise ValueError(
+            f"embedding collection {path!r} has hooks {hooks}, which its sharded module would not run. Remove them, and change "
+            "ids and results in a module around it."
+        )
     meta = torch.device("meta")
     build: Callable[..., nn.Module]
     sharder: Any
@@ -168,8 +179,7 @@ def _describe(path: str, aliases: tuple[str, ...], module: Any) -> Collection:
         )
         for c in configs
     )
-    plain = vars(build(tables=configs))
-    attributes = tuple(item for item in vars(module).items() if item[0] not in plain)
+    attributes = tuple(vars(module).keys() - vars(build(tables=configs)))
     # TorchRec divides some sums of other tables, too, and the means of grid_shard are wrong. _pooled_columns divides instead
     sums = {"pooling": PoolingType.SUM} if pooled else {}
     wide = [replace(config, embedding_dim=table.kernel_dim, **sums) for config, table in zip(configs, tables)]
@@ -188,5 +198,5 @@ def _describe_embedding(path: str, aliases: tuple[str, ...], ties: tuple[str, ..
         partial(plain, rows, dim, device=torch.device("meta"), dtype=dtype, **options),
         partial(as_collection, path, rows, table.kernel_dim, data_type),
     )
-    given = (path, aliases, *builders, (table,), EmbeddingSharder(dim=dim, **options))
-    return Collection(*given, pooled=False, managed=False, need_indices=False, embedding=True, ties=ties)
+    given = (path, aliases, *builders, (table,), EmbeddingSharder(dim=dim, **options), False, False, False)
+    return Collection(*given, embedding=True, ties=ties, attributes=tuple(vars(module).keys() - vars(builders[0]())))

@@ -36,6 +36,11 @@ def without_data_parallel(found: Iterable[tuple[Collection, Any]], plan: Any) ->
         if whole := [table for table in collection.tables if table.name in names]:
             for table in whole:
                 holder = module.get_submodule(table.key.removesuffix(".weight").removeprefix(collection.path).strip("."))
+                if hasattr(holder.weight, "_in_backward_optimizers"):
+                    raise ValueError(
+                        f"table {table.key!r} is data-parallel in the plan, but apply_optimizer_in_backward has given it an "
+                        "optimizer, which DDP does not support. Put it into configure_optimizers, or shard the table."
+                    )
                 if holder.weight.is_meta and not collection.embedding:
                     holder.weight = nn.Parameter(torch.empty_like(holder.weight, device="cpu"), holder.weight.requires_grad)
                     table.init(holder.weight.data)

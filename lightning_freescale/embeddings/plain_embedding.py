@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_freescale._runtime.error_text import a
 from lightning_freescale.embeddings.catalogue_weight import CatalogueWeight
-from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING, PLAIN, open_modules, own_methods
+from lightning_freescale.embeddings.collection_kinds import LARGE_EMBEDDING, PLAIN, hooks_of, open_modules, own_members
 
 Plain: TypeAlias = "nn.Embedding | nn.EmbeddingBag"
 
@@ -103,6 +103,10 @@ def _obstacle_of_table(root: nn.Module, tied: Mapping[str, Plain]) -> str | None
     shared = len(tied) > 1 or any(tied_modules(root, _weight_of(module)) for module in tied.values())
     if shared and any(module.weight.is_meta for module in tied.values()):
         return f"{[*tied]} share a weight on the meta device, but cannot be initialised together. Build them on the CPU"
+    usual = vars(nn.Embedding(1, 1, device="meta")).keys() | {"mode", "include_last_offset"}
+    for path, module in tied.items() if len(tied) > 1 else ():
+        if own := sorted(name for name in vars(module) if name not in usual and not name.startswith("_")):
+            return f"{path!r} has attributes {own}, but one sharded module replaces {[*tied]}. Set them on another module"
     obstacles = (_obstacle(path, module) or _other_use(root, path, module, tied) for path, module in tied.items())
     return next((reason for reason in obstacles if reason is not None), None)
 
@@ -110,9 +114,9 @@ def _obstacle_of_table(root: nn.Module, tied: Mapping[str, Plain]) -> str | None
 def _obstacle(path: str, module: Plain) -> str | None:
     """Return a feature of ``module`` that a sharded table does not support, with a fix; None if there is none."""
     kind, weight = options_of(module)["class"], _weight_of(module)
-    own = own_methods(module, getattr(nn, kind))
+    own = own_members(module, getattr(nn, kind))
     if own - {"reset_parameters"} or weight is None:
-        return f"{path!r} is {a(type(module))}, which overrides {sorted(own)}. Use a plain nn.{kind}"
+        return f"{path!r} is {a(type(module))}, which overrides or adds {sorted(own)}. Use a plain nn.{kind}"
     if own and weight.is_meta:
         return f"{path!r} is {a(type(module))} on the meta device with its own reset_parameters. Build it on the CPU"
     if isinstance(module, nn.EmbeddingBag) and module.padding_idx is not None:
@@ -123,8 +127,8 @@ def _obstacle(path: str, module: Plain) -> str | None:
         return f"{path!r} has scale_grad_by_freq=True, which needs the ids of all ranks. Build it without scale_grad_by_freq"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{path!r} has dtype {weight.dtype}, but tables need torch.float32, torch.bfloat16 or torch.float16. Convert it"
-    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
-        return f"{path!r} has hooks, which a sharded table would not run. Remove them"
+    if hooks := hooks_of(path, module):
+        return f"{path!r} has hooks {hooks}, which a sharded table would not run. Remove them"
     return None
 
 

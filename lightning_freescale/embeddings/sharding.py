@@ -89,6 +89,7 @@ class TableSharding:
         self._adopted: list[tuple[dict[str, Any], list[Any]]] = []  # parameter groups and their earlier parameters
         for place in self._places:
             share_data_parallel(place.collection, place.original, place.current)
+            place.collection.carry(place.original, place.current)
             self.parameters |= place.collection.parameters(place.current)
             self._read_tables(place)
             place.collection.put(root, place.original, place.current)
@@ -243,6 +244,7 @@ class TableSharding:
             columns = partial(_pooled_columns, collection.tables, blueprint._embedding_names)
             module.register_forward_hook(columns, with_kwargs=True)
         add_data_parallel(collection, place.original, module)
+        collection.carry(place.original, module)
         return module
 
 

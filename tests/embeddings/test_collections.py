@@ -49,6 +49,30 @@ class Gated(EmbeddingBagCollection):
         self.gate = nn.Parameter(torch.ones(3))
 
 
+class Constant(EmbeddingBagCollection):
+    SCALE = 2.0
+
+    @staticmethod
+    def scaled(values: Tensor) -> Tensor:
+        return 2 * values
+
+
+class OtherTable(EmbeddingBagCollection):
+    def __init__(self, mode: str = "sum", padding_idx: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        rows = self.embedding_bags["bag"].num_embeddings
+        self.embedding_bags["bag"] = nn.EmbeddingBag(rows, 4, mode=mode, padding_idx=padding_idx, include_last_offset=True)
+
+
+class OwnBag(nn.EmbeddingBag):
+    pass
+
+
+def _after(module: Any, act: Callable[[Any], Any]) -> Any:
+    act(module)
+    return module
+
+
 def _bags(rows: int = 5, kind: Any = EmbeddingBagCollection, **options: Any) -> Any:
     config = EmbeddingBagConfig(name="bag", num_embeddings=rows, embedding_dim=4, feature_names=["history"])
     return kind(tables=[config], **options)
@@ -77,7 +101,7 @@ def test_every_collection_is_found_once_with_all_its_places() -> None:
     assert [table.key for table in found["managed"].tables] == managed
     kinds = [(c.pooled, c.managed, c.need_indices) for c in found.values()][:3]
     assert kinds == [(False, False, True), (True, False, False), (False, True, False)]
-    assert [dict(c.attributes) for c in found.values()] == [{}, {}, {}, {"width": 8}, {}]
+    assert [c.attributes for c in found.values()] == [(), (), (), ("width",), ()]
     assert check_replicas(root, _held(root)) == []
 
 
@@ -89,6 +113,15 @@ def _held(root: nn.Module, paths: Any = ()) -> set[nn.Module]:
 REPLICATED: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "another forward": (lambda rows: _bags(rows, Doubled), r"Doubled with {} values, which overrides or adds \['forward'\]"),
     "a parameter": (lambda rows: _bags(rows, Gated), r"Gated with {} values, which overrides or adds \['gate'\]"),
+    "members": (lambda rows: _bags(rows, Constant), r"Constant with {} values, which .*\['SCALE', 'scaled'\]"),
+    "a changed table": (
+        lambda rows: _bags(rows, OtherTable, mode="mean", padding_idx=0),
+        r"OtherTable with {} values, which .*\['embedding_bags.bag.mode', 'embedding_bags.bag.padding_idx'\]",
+    ),
+    "a table of another class": (
+        lambda rows: _after(_bags(rows), lambda bags: bags.embedding_bags.update({"bag": OwnBag(rows, 4, mode="sum")})),
+        r"EmbeddingBagCollection with {} values, which .*\['embedding_bags.bag.OwnBag'\]",
+    ),
     "pruned": (lambda rows: ITEPEmbeddingBagCollection(_bags(rows), nn.Module()), "ITEPEmbeddingBagCollection with {} values"),
     "fused": (
         lambda rows: _bags(rows, FusedEmbeddingBagCollection, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}),
@@ -111,6 +144,22 @@ def test_other_collections_are_replicated_if_small_and_refused_if_large(kind: st
                 check_replicas(root, _held(root))
     if kind == "another forward":
         assert check_replicas(root, _held(root, ["net.own.embedding_bags.bag"])) == []
+
+
+HOOKED: dict[str, Any] = {
+    "bags._forward_hooks": lambda root: root.bags.register_forward_hook(lambda *args: None),
+    "items._forward_pre_hooks": lambda root: root.items.register_forward_pre_hook(lambda *args: None),
+    "own.embeddings.cat._backward_hooks": lambda root: root.own.embeddings.cat.register_full_backward_hook(print),
+    "managed._backward_pre_hooks": lambda root: root.managed.register_full_backward_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_collections_with_hooks_are_refused(name: str) -> None:
+    root = Root()
+    HOOKED[name](root)
+    with pytest.raises(ValueError, match=rf"'{name.split('.')[0]}' has hooks \['{name}'\].*Remove them"):
+        find_collections(root)
 
 
 def test_a_collection_by_itself_has_names_without_a_path() -> None:
@@ -175,16 +224,25 @@ class OwnForward(nn.Embedding):
         return 2 * super().forward(ids)
 
 
+class OwnMembers(nn.Embedding):
+    SCALE = 2.0
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__(rows, dim)
+        self.bias = nn.Parameter(torch.ones(dim))
+        self.register_buffer("seen", torch.zeros(rows))
+
+
 def _changed(act: Callable[[Any], Any]) -> nn.Embedding:
-    embedding = nn.Embedding(10, 8)
-    act(embedding)
-    return embedding
+    return _after(nn.Embedding(10, 8), act)
 
 
 MADE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "max_norm": (lambda: nn.Embedding(10, 8, max_norm=2.0), "max_norm=2.0"),
     "by frequency": (lambda: nn.Embedding(10, 8, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
     "own forward": (lambda: OwnForward(10, 8), r"OwnForward.*\['forward'\]"),
+    "own members": (lambda: OwnMembers(10, 8), r"OwnMembers.*\['SCALE', 'bias', 'seen'\]"),
+    "attributes": (lambda: _changed(lambda emb: setattr(emb, "scale", 2.0)), ""),
     "patched": (lambda: _changed(lambda emb: setattr(emb, "forward", lambda ids: ids)), r"\['forward'\]"),
     "own init, on meta": (lambda: OwnInit(10, 8, device="meta"), "meta.*reset_parameters"),
     "type": (lambda: nn.Embedding(10, 8, dtype=torch.float64), "torch.float64"),
@@ -227,6 +285,10 @@ TIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "same": (lambda: nn.Embedding(10, 8, padding_idx=0), ""),
     "padding": (lambda: nn.Embedding(10, 8), "'emb' is also 'again.weight', but padding_idx is 0 and None"),
     "own forward": (lambda: OwnForward(10, 8, padding_idx=0), r"'again' is an OwnForward.*\['forward'\]"),
+    "attributes": (
+        lambda: _after(nn.Embedding(10, 8, padding_idx=0), lambda emb: setattr(emb, "scale", 2)),
+        r"'again'.*\['scale'\]",
+    ),
     "a bag": (lambda: nn.EmbeddingBag(10, 8), "'again.weight', but class is Embedding and EmbeddingBag. Use one class"),
     "on meta": (lambda: nn.Embedding(10, 8, padding_idx=0, device="meta"), r"\['emb', 'again'\].*meta"),
 }

@@ -13,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from lightning_freescale.embeddings.collections import find_collections
 from lightning_freescale.embeddings.data_parallel import without_data_parallel
@@ -49,23 +50,30 @@ def test_as_under_ddp() -> None:
 MIXED = case("row", cat="data", brand="data", price="data", max_epochs=2)
 
 
-def _continued_and_fitted_again(folder: Path) -> tuple[dict[str, list[Any]], str]:
+def _continued_and_fitted_again(folder: Path) -> tuple[dict[str, list[Any]], str, list[Any]]:
     ways = {"ours": (OVERLAPPED, DDP), "by ddp": (DDP, OVERLAPPED)}
     runs = {name: continued(MIXED, str(folder / f"{name}.ckpt"), STEPS, *way) for name, way in ways.items()}
     module = Planned()
     again = [replace(each, make=lambda: module) for each in (MIXED, MIXED, case("row"))]
+    module.bags.scale, attributes = 1.0, []
     for each in again[:2]:
         each.fit(OVERLAPPED)
+        attributes.append(module.bags.scale)
+        module.bags.scale = 5.0
     with pytest.raises(ValueError, match="already sharded by another plan") as raised:
         again[2].fit(OVERLAPPED)
-    return runs, str(raised.value)
+    taken = Planned()
+    taken.bags._env = None
+    with pytest.raises(ValueError, match=r"'bags' has attributes \['_env'\]"):
+        replace(MIXED, make=lambda: taken).fit(OVERLAPPED)
+    return runs, str(raised.value), attributes
 
 
 @pytest.mark.slow
 def test_checkpoints_and_later_fits_with_data_parallel_tables(tmp_path: Path) -> None:
-    (runs, text), *others = run_distributed(_continued_and_fitted_again, 2, tmp_path)
-    assert departures(dict.fromkeys(runs, MIXED), [runs, *(each for each, _ in others)], **CLOSE) == []
-    assert "data-parallel" in text
+    (runs, text, attributes), *others = run_distributed(_continued_and_fitted_again, 2, tmp_path)
+    assert departures(dict.fromkeys(runs, MIXED), [runs, *(each[0] for each in others)], **CLOSE) == []
+    assert "data-parallel" in text and attributes == [1.0, 5.0]
 
 
 def test_data_parallel_tables_on_the_meta_device_are_initialised() -> None:
@@ -76,6 +84,9 @@ def test_data_parallel_tables_on_the_meta_device_are_initialised() -> None:
     assert [table.name for table in collection.tables] == ["item"]
     weights = {name: weight for name, weight in module.named_parameters() if not weight.is_meta}
     assert {name: set(weight.flatten().tolist()) for name, weight in weights.items()} == {"x.embeddings.cat.weight": {0.5}}
+    apply_optimizer_in_backward(torch.optim.SGD, module["x"].embeddings["cat"].parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"'x\.embeddings\.cat\.weight' is data-parallel.*configure_optimizers"):
+        without_data_parallel(find_collections(module), plan)
     plain = nn.ModuleDict({"x": nn.Embedding(5, 4, padding_idx=0, device="meta")})
     found = find_collections(plain, {plain["x"]})
     assert without_data_parallel(found, ShardingPlan({"x": {"x": plan.plan["x"]["cat"]}})) == []
