@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_freescale.callbacks.advice import advise
+from lightning_freescale.command_line.main import COMMANDS
 from lightning_freescale.profiling.analysis.breakdown import PART_NAMES
 from lightning_freescale.profiling.analysis.imbalance import Imbalance
 from lightning_freescale.profiling.analysis.what_if import WhatIf
@@ -93,10 +94,12 @@ def documents() -> Iterator[tuple[str, str, Document]]:
 
 
 def repeated_advice(document: Document) -> list[str]:
-    """Return what the next steps recommend although it is on in the run, or lost there."""
+    """Return what the next steps recommend although it is on in the run, lost there, or is no command."""
     verdict = document["verdict"]
     steps = f"{verdict['next']} {verdict['also'] or ''}"
-    return [option for option, wording in _settled(document["run"]).items() if re.search(wording, steps)]
+    commands = re.findall(r"\bfreescale ([a-z]+ [a-z]+)", steps)
+    unknown = [words for words in commands if words != "balance fit" and words.split()[0] not in COMMANDS.keys() - {"balance"}]
+    return unknown + [option for option, wording in _settled(document["run"]).items() if re.search(wording, steps)]
 
 
 def _settled(run: Mapping[str, Any]) -> dict[str, str]:

@@ -233,7 +233,7 @@ class FreeScaleDataModule(TrainerDataModule):
         if stage == "fit":
             self.train.reset_progress()
             self._reload_every = None  # set by a failed fit
-            if isinstance(self.train, MapStyleData):
+            if isinstance(self.train, MapStyleData) and not self.train.drop_last:  # which is an error
                 asked, samples = self.train.budget or self.batch_size, len(self.train.costs)
                 if (fewer := fewer_than_asked(samples, self._rank_and_world_size()[1], asked)) is not None:
                     rank_zero_warn(f"FreeScaleDataModule(batch_size={asked}): {fewer} Pass a smaller batch_size")

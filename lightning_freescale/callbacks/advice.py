@@ -28,6 +28,10 @@ _HOST_OVERHEAD = {
     "hooks after the step": (
         "on_train_batch_end, of the model and of callbacks, learning rate schedulers, and logging; a larger log_every_n_steps"
     ),
+    "embeddings: before the step": "reading the optimizers' options for the tables; fewer parameter groups of tables",
+    "embeddings: ids of the next step": "the search for the next ids; simpler embedding_ids() or ids_of=, and smaller batches",
+    "embeddings: gradients handed over": "passing on the gradients of lookups; fewer embedding collections",
+    "embeddings: logging": "the log of the embedding exchange; a larger log_every_n_steps",
 }
 """The code that runs in each section of host overhead."""
 _LOAD_LESS = "or reduce the work in __getitem__ and collate_fn"
@@ -36,6 +40,7 @@ _SIMILAR = "samples of similar length then form the batch of a rank, with less p
 _UNEQUAL = "allows unequal numbers of samples on the ranks"
 _SEND_LESS = "accumulate_grad_batches= sends gradients less often; a larger batch hides more"
 _NO_PADDING = "Jagged attention computes no padding"
+_BUFFERS = "broadcast_buffers=False), if no rank changes the buffers differently"
 _PARTS = "pads each micro-batch separately; jagged attention computes no padding"
 _UNPLANNED = (
     _Advice(f"Remove balance=False: {_SIMILAR}", "padding batch; plan as drawn"),
@@ -52,11 +57,14 @@ _ADVICE = {
     "imbalance of data": (
         _Advice("FreeScaleDataModule(train_set, lengths=..., collate_fn=...) balances the ranks", "plan None"),
         _Advice("Remove balance=False: FreeScaleDataModule then balances the ranks", "plan as drawn"),
-        _Advice("freescale balance fit makes a cost model from this run's report.json", "parted", "cost"),
+        _Advice("freescale balance fit makes a cost model from this run's report.json", "parted; lengths", "cost"),
+        _Advice(
+            "BubbleProfiler(lengths_fn=...) records the lengths for freescale balance fit, or change cost=", "parted", "cost"
+        ),
         _Advice("After the first epoch, plans follow measured times. If they still differ, pass a function as cost=", "parted"),
         _Advice(f"BalanceOptions(assignment_mode='slack') {_UNEQUAL}", "plan fixed; freescale", "assignment_mode"),
         _Advice(f"Trainer(strategy='freescale') {_UNEQUAL}", "plan fixed", "freescale"),
-        _Advice("Try larger batches or truncated histories: freescale balance simulate predicts the imbalance"),
+        _Advice("Try larger batches or truncated histories: freescale simulate predicts the imbalance"),
     ),
     "slow hardware": (
         _Advice("BubbleProfiler(lengths_fn=...) shows whether that rank has longer histories", unless="costs; lengths"),
@@ -78,7 +86,8 @@ _ADVICE = {
         _Advice("Compute is too short for the exchange: a larger batch or a faster network hides more"),
     ),
     "dense communication": (
-        _Advice("DDPStrategy(broadcast_buffers=False), if no rank changes the buffers differently", "buffers"),
+        _Advice(f"FreeScaleStrategy({_BUFFERS}", "buffers; freescale"),
+        _Advice(f"DDPStrategy({_BUFFERS}", "buffers"),
         _Advice("Prefetch sharded weights, shard over fewer ranks, or train with 'ddp' if they fit", unless="dense gradients"),
         _Advice(f"{_SEND_LESS}; item tables should be sharded", unless="accumulates; sharded"),
         _Advice(_SEND_LESS, unless="accumulates"),

@@ -66,6 +66,7 @@ class MapStyleData:
         weighs = reduction != "unweighted"
         self._padded_mode: dict[str, Any] = {"assignment_mode": "free"} if self._chooses and weighs else {}
         self._chooses_counts = self._chooses and weighs and counted
+        self.drop_last = given.drop_last
         self._new_sampler = partial(
             BalancedSampler,
             self.costs,

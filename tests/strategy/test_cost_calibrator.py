@@ -129,10 +129,12 @@ def test_a_slow_rank_is_reported() -> None:
     assert [float(times) for times in found] == [pytest.approx(1.5, abs=0.05)]
 
 
-@pytest.mark.parametrize("slow_in", [[0], [1], [0, 2], [1, 2], [0, 1, 2, 3]])
-def test_a_rank_is_slow_hardware_if_it_is_slow_in_two_consecutive_epochs(slow_in: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("slow_in", "skipped"), [([0], []), ([1], []), ([0, 2], []), ([0, 3, 4], [1, 2]), ([1, 2], []), ([0, 1, 2, 3], [])]
+)
+def test_a_rank_is_slow_hardware_if_it_is_slow_in_two_consecutive_epochs(slow_in: list[int], skipped: list[int]) -> None:
     found, rng, reported, rows = SlowRanks(), np.random.default_rng(0), [], []
-    for epoch in range(4):
+    for epoch in sorted({*range(5)} - {*skipped}):
         sums = sample_features(rng.integers(1, 100, (20, 2, 8))).sum(axis=2)
         seconds = (BASE + sums @ astuple(TRUE)) * (1 + 0.01 * rng.standard_normal((20, 2)))
         seconds[:, 1] *= 1.5 if epoch in slow_in else 1.0

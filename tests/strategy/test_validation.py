@@ -201,6 +201,8 @@ def _warnings_of_few_samples() -> list[str]:
         _fit(data=_data(3), max_epochs=2)
         _fit(data=DataLoader(samples, 4, collate_fn=collate), use_distributed_sampler=True)
         _fit(data=_data(4))
+        with pytest.raises(ValueError, match="drop_last=True leaves no step"):
+            _fit(data=_data(3, drop_last=True))
         _fit(data=DataLoader(samples, 2, collate_fn=collate), use_distributed_sampler=True)
     return [str(each.message) for each in caught if "(batch_size=" in str(each.message)]
 

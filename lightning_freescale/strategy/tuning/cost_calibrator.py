@@ -112,7 +112,8 @@ class SlowRanks:
     def add_steps(self, epoch: int, sums: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
         """Add measured steps of an epoch: shapes ``[steps, ranks, 4]`` and ``[steps, ranks]``."""
         self._steps[epoch].extend(zip(sums, seconds))
-        self._steps.pop(epoch - 2, None)
+        for earlier in [key for key in self._steps if key < epoch - 1]:
+            del self._steps[earlier]
 
     def newly_found(self, fit: CostFit) -> dict[int, float]:
         """Return the smaller slowness of both epochs for each rank that was not returned before."""
