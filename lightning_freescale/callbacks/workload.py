@@ -70,13 +70,12 @@ def settings_of(trainer: Trainer, **own_options: Any) -> dict[str, Any]:
 def workload_of(trainer: Trainer, module: LightningModule, seen: Iterable[Floats], overlap: Any) -> dict[str, Any]:
     """Return ``workload`` of the report of a run that ends.
 
-    ``seen`` are lengths that the user's ``lengths_fn`` has returned on this rank, which is rank 0. ``overlap`` is the report of
-    the overlap; None if nothing was overlapped.
+    ``seen`` is filled by :func:`work_of_step` on this rank, which is rank 0. ``overlap`` is the report of the overlap; None if
+    nothing was overlapped.
     """
     lengths, train = [*seen], map_style_data(trainer)
     if train is not None and train.lengths is not None:
-        # rank 0 has the longest samples of a balanced plan, so its maximum shows where the run cuts them
-        longest = max((each.max() for each in lengths), default=np.inf)
+        longest = min((each.max() for each in lengths), default=np.inf)  # of steps in which the run cut samples
         lengths = [np.minimum(train.lengths, train.padded_length or longest)]
     elif hasattr(getattr(trainer.train_dataloader, "sampler", None), "counts"):
         lengths = []  # for the same reason, those of rank 0 are not like the others
@@ -92,7 +91,7 @@ def workload_of(trainer: Trainer, module: LightningModule, seen: Iterable[Floats
 
 def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | None:
     """Return the sizes of the tables of this package's strategy, or of the largest embedding modules if nothing is sharded."""
-    sharded: Any = getattr(trainer.strategy, "tables", None)
+    sharded, gradients = getattr(trainer.strategy, "tables", None), 0
     if sharded is not None:
         sizes = [(table.rows, table.dim * table.dtype.itemsize, 0) for table in sharded.tables]
     elif _has_sharded_tables(trainer, module):
@@ -103,7 +102,9 @@ def _table_sizes(trainer: Trainer, module: LightningModule) -> dict[str, int] | 
         large = max((weight.nbytes for weight in weights), default=0) / 10  # leave out positions and categories
         weights = [weight for weight in weights if weight.nbytes >= large > 0]
         sizes = [(len(each), each.nbytes // len(each), each.nbytes * each.requires_grad) for each in weights]
-    return dict(zip(("rows", "row_bytes", "reduced_bytes"), map(sum, zip(*sizes)))) or None
+        gradients = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    names = ("rows", "row_bytes", "reduced_bytes", "gradient_bytes")
+    return dict(zip(names, [*map(sum, zip(*sizes)), gradients])) if sizes else None
 
 
 def _micro_batches(trainer: Trainer) -> str | int | None:
@@ -154,15 +155,15 @@ def work_of_step(
 ) -> tuple[int, Floats | None, float | None]:
     """Return a step's number of samples, the sums of :func:`sample_features` over the samples, and the planned cost.
 
-    Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader, and
-    are added to ``seen``.
+    Unknown values are 0 samples and None. Lengths of the user's ``lengths_fn`` take precedence over those of the loader. They
+    are added to ``seen`` if the loader has none, or longer ones.
     """
     parts = batch.batches if isinstance(batch, MicroBatches) else (batch,)
     sampler: Any = getattr(trainer.train_dataloader, "sampler", None)
     count, features, planned = _planned_work(trainer, sampler, index) if hasattr(sampler, "counts") else (None, None, None)
     if lengths_fn is not None:
         lengths = np.concatenate([_lengths_of(lengths_fn(part)) for part in parts])
-        if seen is not None:
+        if seen is not None and _shows_lengths(trainer, sampler, index, lengths):
             seen.append(lengths)
         return len(lengths), sample_features(lengths).sum(axis=0), planned
     if count is None:
@@ -171,6 +172,17 @@ def work_of_step(
         most = getattr(trainer.train_dataloader, "batch_size", None)
         count = sum(samples_in(part, most) for part in parts)
     return count, features, planned
+
+
+def _shows_lengths(trainer: Trainer, sampler: Any, index: int, lengths: Floats) -> bool:
+    """Return whether the lengths are unknown without the step, or the step has cut its longest sample."""
+    train = map_style_data(trainer)
+    if train is None or train.lengths is None:
+        return True
+    if not hasattr(sampler, "plan"):
+        return False
+    mine = sampler.plan(sampler.epoch, index)[sampler.rank]
+    return bool(train.lengths[mine].max(initial=0) > 1.05 * lengths.max())  # held-out items shorten histories, too
 
 
 def _lengths_of(returned: Any) -> Floats:

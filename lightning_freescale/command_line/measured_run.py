@@ -45,8 +45,9 @@ class MeasuredRun:
         moved = next((each["moved_bytes"] for each in document["exchanges"] if each["name"] == "dense gradients"), None)
         if moved is not None and self.ranks > 1:
             reduced = moved * self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte that often
-            of_tables = 0 if tables is None else tables["reduced_bytes"]  # the simulator shards them
-            self.known["dense_bytes"] = self._quantity(max(reduced - of_tables, 0.0), "B")
+            # the simulator shards the tables; earlier versions wrote no gradient_bytes
+            share = 0.0 if tables is None else tables["reduced_bytes"] / max(tables.get("gradient_bytes", reduced), 1.0)
+            self.known["dense_bytes"] = self._quantity(max(reduced * (1 - share), 0.0), "B")
 
     def costs(self) -> dict[str, Quantity]:
         """Return compute by the fields of TrainingLoad, from a fit to the lengths of each step."""

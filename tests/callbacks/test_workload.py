@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class Recorder(L.Callback):
     """
 
     def __init__(self, *refit: CostModel) -> None:
-        self.refit, self.recorded = refit, []
+        self.refit, self.recorded, self.seen = refit, [], {9: deque(), 1000: deque()}
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         for model in self.refit:
@@ -45,13 +45,16 @@ class Recorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         self.run = describe_run(trainer, module, None, torch_profiler_steps=3)
-        self.workload = workload_of(trainer, module, [np.array([9.0, 4.0])], None)
+        self.workload, self.whole = (workload_of(trainer, module, seen, None) for seen in self.seen.values())
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         sampler: Any = trainer.train_dataloader.sampler
         plan = plan_of_step(trainer, batch_idx)
         found = sampler.step_plan(trainer.current_epoch, batch_idx).balance if self.refit else None
         work = work_of_step(trainer, batch, batch_idx)
+        for most, seen in self.seen.items():
+            cut = batch["features"]["history"].lengths().clamp(max=most)
+            work_of_step(trainer, batch, batch_idx, lambda _, lengths=cut: lengths, seen)
         self.recorded.append((*work, batch["index"].tolist(), trainer.current_epoch, plan, found))
 
 
@@ -89,7 +92,10 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
             recorder = Recorder(*refits.get(name, ()))
             trainer(devices=2, max_epochs=2, callbacks=[recorder]).fit(Recommender(), loader())
             found[name], found[f"run of {name}"] = recorder.recorded, recorder.run
-            found[f"{name} workload"] = recorder.workload
+            found[f"{name} workload"], found[f"uncut {name}"] = (
+                recorder.workload,
+                (len(recorder.seen[1000]), recorder.whole["lengths"]),
+            )
         for overlap in (True, False):
             recorder, strategy = Recorder(), FreeScaleStrategy(shard=["plain"], overlap=overlap)
             small = FreeScaleDataModule(Samples(16), Samples(16).lengths, 4, collate_fn=collate)
@@ -129,9 +135,12 @@ def test_what_a_data_module_knows_of_its_steps() -> None:
             assert (plan.tokens_fullest is not None) == balanced and plan.fitted == (epoch == 1)
     workloads = {name.removesuffix(" workload"): of_run for name, of_run in ranks[0].items() if name.endswith(" workload")}
     assert {name for name, of_run in workloads.items() if of_run["lengths"]} == {"lengths", "balanced", "as drawn"}
-    cut = np.minimum(data.lengths.numpy(), 9)  # the largest length that rank 0 has seen
+    cut = np.minimum(data.lengths.numpy(), 9)  # where the run cut
     assert workloads["lengths"]["lengths"] == summarize_lengths(cut) and data.lengths.max() > 9
-    assert ranks[0]["tables"] == {"rows": 50 + 13 + 31, "row_bytes": 3 * 8 * 4, "reduced_bytes": 0}
+    # no step of rank 0 shows that the run cuts samples
+    assert ranks[0]["uncut lengths"] == (0, summarize_lengths(data.lengths.numpy()))
+    assert ranks[0]["uncut balanced"] == ranks[0]["uncut as drawn"] == (0, summarize_lengths(planned.lengths.numpy()))
+    assert ranks[0]["tables"] == {"rows": 50 + 13 + 31, "row_bytes": 3 * 8 * 4, "reduced_bytes": 0, "gradient_bytes": 0}
     whole = sum(parameter.numel() for parameter in WithPlainTable().parameters())
     for overlap in ("on", "off"):  # sharded tables count whole, or the run could not be compared with others
         assert {(rank[overlap].parameters, rank[overlap].overlap) for rank in ranks} == {(whole, overlap)}
@@ -298,7 +307,7 @@ def test_what_a_run_is(monkeypatch: Any) -> None:
     tables = torch.nn.ModuleList(torch.nn.Embedding(rows, 8) for rows in (9, 40, 3))
     seen = [np.array([3.0, 5.0]), np.array([3.0])]
     tables[0].requires_grad_(False)
-    small = {"rows": 49, "row_bytes": 64, "reduced_bytes": 40 * 32}
+    small = {"rows": 49, "row_bytes": 64, "reduced_bytes": 40 * 32, "gradient_bytes": 43 * 32}
     workload = {"lengths": {"values": [3.0, 5.0], "counts": [2, 1]}, "tables": small, "lookups": 800.0}
     tables.append(torch.nn.Embedding(40, 8))
     tables[3].weight = tables[1].weight  # tied

@@ -268,7 +268,7 @@ def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: 
 
 def test_a_report_of_a_plain_run(simulated: Callable[..., str], tmp_path: Path) -> None:
     """Take compute from the mean step, and leave out the dense gradients of tables, which are sharded in the prediction."""
-    tables = {**TABLES, "reduced_bytes": 1_000_000}
+    tables = {**TABLES, "reduced_bytes": 4_000_000, "gradient_bytes": 4_400_000}  # reduced every fourth step
     report = _written(tmp_path / "report.json", fits=False, workload={**KNOWN, "tables": tables, "lengths": None})
     assert f"{report} holds no history lengths. Pass --lengths" in simulated("--report", report, alone=True, fails=True)
     simulated("--report", report, "--json", tmp_path / "found.json")
