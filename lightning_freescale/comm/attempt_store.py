@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_ATTEMPT_POLL = timedelta(seconds=0.5)
+_POLL_SECONDS = 0.2
 
 
 def has_torchrun_store() -> bool:
@@ -40,16 +40,15 @@ def _name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
 
     def has_come(key: str, awaited: str) -> bool:
-        try:
-            store.wait([key], _ATTEMPT_POLL)
-        except dist.DistStoreError:
-            if time.monotonic() <= deadline:
-                return False
+        if store.check([key]):  # wait() would print two warnings each time
+            return True
+        if time.monotonic() > deadline:
             raise RuntimeError(
                 f"{awaited} did not connect to the store of torchrun within {timeout.total_seconds():g} s. Read the output of "
                 "that rank, or allow more time with timeout=timedelta(...)"
-            ) from None
-        return True
+            )
+        time.sleep(_POLL_SECONDS)
+        return False
 
     if rank == 0:
         store.set("rank 0", own)

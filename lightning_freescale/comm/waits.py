@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_freescale._runtime.worker import call_on_daemon
+from lightning_freescale.comm.attempt_store import has_torchrun_store
 
 FIRST_REPORT, NEXT_REPORT = 20.0, 60.0
 """Seconds until missing ranks are named, and until they are named again."""
@@ -141,10 +142,14 @@ def _name_missing(environment: Any, ended: threading.Event) -> None:
             continue
         due += NEXT_REPORT
         missing = [0] if store is None else [other for other in range(ranks) if not store.check([f"{other}"])]
-        if missing and (rank == 0 or (store is None and environment.local_rank() == 0)):
+        prints = environment.local_rank() == 0 if store is None else missing[:rank] == [*range(rank)]
+        if missing and prints:  # the first rank in the store, or the first one of each node if there is no store
             text = (
                 f"strategy 'freescale': after {waited:.0f} s, rank {rank} still waits for ranks {missing} of {ranks} at "
                 f"{place[0]}:{place[1]}. Start the program on all nodes with this MASTER_ADDR and MASTER_PORT and check that "
                 "they reach the address, or pass the number of running nodes as num_nodes="
             )
             print(text, file=sys.stderr, flush=True)
+    if store is not None and has_torchrun_store():
+        with suppress(RuntimeError):  # rank 0 has ended
+            store.delete_key(f"{rank}")  # torchrun's store outlives this attempt

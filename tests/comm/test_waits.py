@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -60,3 +62,29 @@ def test_missing_ranks_are_named(late: int, comes: bool, printing: list[int], tm
     for rank, text in enumerate(printed):
         assert (_lines(text)[-1:] == [(f"{rank}", f"{late}")]) == (rank in printing), text
     assert ("Timed out after 3 seconds waiting for clients. 2/3 clients joined" in printed[0]) == (not comes)
+
+
+RESTARTED = """
+import os, sys, time
+from lightning_freescale.comm import waits
+from tests.helpers.recommender import Recommender, fixed_loader, trainer
+
+waits.FIRST_REPORT, waits.NEXT_REPORT = 1.0, 2.0
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt == 1 and rank == int(sys.argv[1]):
+    time.sleep(5)
+trainer(devices=3).fit(Recommender(), fixed_loader(rank, 3))
+sys.exit(attempt == 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("late", "printing"), [(2, 0), (0, 1)])
+def test_missing_ranks_are_named_after_a_restart(late: int, printing: int, tmp_path: Path) -> None:
+    """Check that torchrun's store, which outlives an attempt, hides no rank, and that polling it prints no warnings."""
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    run = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
+    command = [sys.executable, "-m", *run, f"{tmp_path / 'restarted.py'}", f"{late}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2])
+    assert {*re.findall(r"rank (\d) still waits for ranks \[(.*)\] of 3", done.stderr)} == {(f"{printing}", f"{late}")}
+    assert "TCPStore" not in done.stderr and "wait timeout" not in done.stderr
