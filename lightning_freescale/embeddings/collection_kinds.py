@@ -49,6 +49,9 @@ def check_replicas(root: nn.Module, sharded: Collection[nn.Module]) -> list[str]
     texts: list[str] = []
     for path, module in open_modules(root):
         left = [each for each in module.modules() if each not in sharded]
+        if not _is_closed(module):
+            # other layers are not tables. Fused collections have tables in instances of nn.Module itself
+            left = [each for each in left if each is module or isinstance(each, PLAIN) or type(each) is nn.Module]
         values = sum(weight.numel() for each in left for weight in each.parameters(recurse=False))
         if values == 0 or not _holds_tables(module):
             continue

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -144,6 +145,31 @@ def test_other_collections_are_replicated_if_small_and_refused_if_large(kind: st
                 check_replicas(root, _held(root))
     if kind == "another forward":
         assert check_replicas(root, _held(root, ["net.own.embedding_bags.bag"])) == []
+
+
+class Wrapped(EmbeddingBagCollectionInterface):
+    """A collection of the user around TorchRec's, with large layers after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.layers = _bags(), nn.Linear(1000, LARGE_EMBEDDING // 1000, device="meta")
+
+    def forward(self, features: Any) -> Any:
+        return self.layers(self.bags(features).values())
+
+    def embedding_bag_configs(self) -> Any:
+        return self.bags.embedding_bag_configs()
+
+    def is_weighted(self) -> bool:
+        return False
+
+
+def test_only_tables_are_replicated_collections() -> None:
+    root = nn.ModuleDict({"net": Wrapped()})
+    assert check_replicas(root, _held(root)) == []
+    root["net"].bags = nn.EmbeddingBag(LARGE_EMBEDDING, 1, device="meta")
+    with pytest.raises(ValueError, match=f"'net' is a Wrapped with {LARGE_EMBEDDING} values"):
+        check_replicas(root, set())
 
 
 HOOKED: dict[str, Any] = {
