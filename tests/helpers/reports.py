@@ -52,7 +52,7 @@ def growing_memory(ranks: int, windows: int = 12) -> MemoryWindows:
 HEAT = {"rows": 4675, "rows_of_half": 353, "rows_of_most": 12_345, "largest_load": 1.04, "colliding_share": 0.875}
 HEAT |= {"sent_bytes": 11e6, "cross_node_bytes": 5e6, "hot_near_bytes": 1.5e6, "hot_far_bytes": 2e6, "hot_direct_bytes": 3e6}
 
-TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0}
+TABLES = {"rows": 4001, "row_bytes": 256, "reduced_bytes": 0, "gradient_bytes": 0}
 WORKLOAD = {"lengths": {"values": [1.5, 40.0, 200.0], "counts": [6, 90, 4]}, "tables": TABLES}
 WORKLOAD |= {"collision_rate": 0.3, "lookups": 1000.0}
 
