@@ -135,7 +135,7 @@ def _table(runs: Mapping[str, Mapping[str, Any]], ranks: int) -> str:
         "plain: TorchRec's own exchange with DDP. data, straggler, transfer: waits for the batch, for a slower rank, and for",
         "  bytes that compute does not hide. host: the loop and its hooks. speed-up: ratio of samples/s, which other programs",
         "  on the machine affect. at equal compute: speed-up by the bubbles alone, without the compute that a technique adds,",
-        "  such as a split backward. NDCG@10 varies, because the negatives of a sample depend on the other samples of its rank.",
+        "  such as a split backward. NDCG@10 varies: the negatives of a sample depend on the other samples of its rank.",
         f"imbalance of compute (max / mean): predicted {plan['as_drawn']:.3f} as drawn, {plan['balanced']:.3f} balanced,",
         f"  no assignment gets below {plan['lower_bound']:.3f}, by the costs of the plans;",
         f"  measured {plain.compute_imbalance:.3f} as drawn, {balanced.compute_imbalance:.3f} balanced",

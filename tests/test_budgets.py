@@ -25,8 +25,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 36_880,
-    "files": 206,
+    "lines": 37_280,
+    "files": 209,
     "lines of the longest file": 400,
     "modules at the top level": 6,
     "options": 42,
