@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -70,10 +71,10 @@ from lightning_freescale.comm import waits
 from tests.helpers.recommender import Recommender, fixed_loader, trainer
 
 rank, attempt, late = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(sys.argv[1])
-if attempt == 1 and rank == late:
+if attempt == 1 and rank != late:
+    waits.FIRST_REPORT, waits.NEXT_REPORT = 4.0, 60.0  # the starts of ranks may be seconds apart
+if (rank == late) == (attempt == 1):  # at first, the others are late
     time.sleep(8)
-elif attempt == 1:  # the first starts of the ranks may be seconds apart
-    waits.FIRST_REPORT, waits.NEXT_REPORT = 4.0, 60.0
 trainer(devices=3).fit(Recommender(), fixed_loader(rank, 3))
 sys.exit(attempt == 0)
 """
@@ -84,7 +85,9 @@ sys.exit(attempt == 0)
 def test_missing_ranks_are_named_after_a_restart(late: int, printing: int, tmp_path: Path) -> None:
     """Check that torchrun's store, which outlives an attempt, hides no rank, and that polling it prints no warnings."""
     (tmp_path / "restarted.py").write_text(RESTARTED)
-    run = ["torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run = ["torch.distributed.run", f"--master-port={port}", "--nproc-per-node=3", "--max-restarts=1"]
     command = [sys.executable, "-m", *run, f"{tmp_path / 'restarted.py'}", f"{late}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[2])
     assert {*re.findall(r"rank (\d) still waits for ranks \[(.*)\] of 3", done.stderr)} == {(f"{printing}", f"{late}")}
