@@ -57,7 +57,7 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
         overlap: exchange the rows of embedding collections while the model computes. With False, the model waits for each
             exchange, with the same results. ``"torchrec"``: TorchRec's own exchange, without overlap, as a baseline. **Its
             results differ from the unsharded module** where TorchRec's do: for weights that the collection ignores,
-            ``inverse_indices``, a feature shared by a mean and a sum table, and several lookups in a step.
+            ``inverse_indices``, and several lookups in a step.
         dedup: send each row once per rank and step. Without it, results are bitwise those of plain TorchRec. With it, they
             differ by the order of summation.
         ids_of: a function that returns the ids which the model will look up in a batch: a ``KeyedJaggedTensor`` (for a
