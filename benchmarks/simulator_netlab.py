@@ -76,7 +76,11 @@ class _Run:
         words = shlex.split(result["measured_on"]["command"])
         self.ranks, self._rate = int(_after(words, "--hosts")), _after(words, "--rate")
         os.environ["WORLD_SIZE"] = str(self.ranks)
-        self._options = ladder.read_options(words[words.index("benchmarks/ladder.py") + 1 :])
+        words = words[words.index("benchmarks/ladder.py") + 1 :]
+        if "--plot" in words:  # a flag of earlier versions, with a file
+            place = words.index("--plot")
+            del words[place : place + 2]
+        self._options = ladder.read_options(words)
         self._options.data = data if self._options.data is not None else None
         self._kind = ladder_fits.ARCHETYPES[self._options.archetype]
         self._lengths, self._cost = ladder_fits.drawn_lengths(self._kind, self._options)
