@@ -8,7 +8,7 @@ from playwright.sync_api import sync_playwright
 from tests.helpers.shown_page import PageWatch
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # several at one time would share an event loop
 def browser():
     executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if executable is None:
