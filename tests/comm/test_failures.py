@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,136 +17,29 @@ import torch.distributed as dist
 
 from lightning_freescale.comm import process_group
 from lightning_freescale.comm.collectives import executor as executor_module
-from lightning_freescale.comm.collectives.handshake import Header, _check_header
 from lightning_freescale.comm.transports import p2p as p2p_module
 from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.priority import PRIORITY_GATE
-from lightning_freescale.comm.transports.transport import Transfer
 from lightning_freescale.testing import run_distributed
-from tests.helpers.comm_groups import AT_ONCE, SOON, Outcome, everyone_sends, make_group, nothing_left, outcome
+from tests.helpers.comm_groups import (
+    CALLS,
+    CHUNK,
+    LONG,
+    SOON,
+    Outcome,
+    all_to_all,
+    assert_ended,
+    everyone_sends,
+    exchange,
+    make_group,
+    nothing_left,
+    outcome,
+)
 
 Survivors = Callable[..., dict[int, Any]]
-SHORT, LONG = 4, 2_000_000
-"""The bytes for every rank: one message, and hundreds of chunks."""
-CHUNK = 16 * 1024
 TIMEOUT = 1.5
 CUT = 10.0
 """The timeout in seconds for messages that may be cut in the middle, which gloo reports no sooner."""
-
-
-def _all_to_all(group: Any, part: int = SHORT, *, missing: int = 0, async_op: bool = False, dtype: Any = torch.uint8) -> Any:
-    """Send every rank a part. Rank 1 sends rank 0 some elements less than rank 0 expects."""
-    n = group.size()
-    sent = [part - missing * (group.rank() == 1 and peer == 0) for peer in range(n)]
-    given, out = torch.ones(sum(sent), dtype=dtype), torch.empty(part * n, dtype=dtype)
-    return dist.all_to_all_single(out, given, [part] * n, sent, group, async_op)
-
-
-def _exchange(group: Any, part: int = SHORT, slot: int | None = None, dtype: Any = torch.uint8, **options: Any) -> None:
-    rank, n = group.rank(), group.size()
-    gives, gets = ([0 if peer == rank else length for peer in range(n)] for length in (part, part if slot is None else slot))
-    group.exchange(torch.empty(sum(gets), dtype=dtype), torch.ones(sum(gives), dtype=dtype), gets, gives, **options)
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "sync": _all_to_all,
-    "async": partial(_all_to_all, async_op=True),
-    "exchange": _exchange,
-}
-
-
-def _assert_ended(seen: list[Outcome], *words: str, late: bool = False) -> None:
-    """Check that all calls fail for one reason, the later ones at once. If ``late``, the first call may have succeeded."""
-    failed = seen[1:] if late and not seen[0].kind else seen
-    assert all(each.kind == "DistBackendError" and each.text == failed[0].text for each in failed), seen
-    assert failed[0].text.startswith("freescale ") and "lane 'rows'" in failed[0].text, failed
-    assert all(word in failed[0].text for word in words), (words, failed)
-    assert failed[0].seconds < SOON and all(each.seconds < AT_ONCE for each in failed[1:]), failed
-
-
-def _gather_on_rank_1(group: Any, async_op: bool) -> Any:
-    parts = [torch.empty(SHORT) for _ in range(group.size())]
-    if group.rank() == 1:
-        return dist.all_gather(parts, parts[0], group, async_op)
-    return _all_to_all(group, async_op=async_op)
-
-
-def _int_on_rank_1(call: Callable[..., Any], group: Any, async_op: bool) -> Any:
-    return call(group, dtype=torch.int32 if group.rank() == 1 else torch.float32)
-
-
-def _one_way(one: int, other: int, group: Any, async_op: bool) -> Any:
-    """Send ``one`` bytes from rank 0 to rank 1, which expects ``other`` bytes."""
-    n, rank = group.size(), group.rank()
-    sent, expected = ([length * (rank == of and peer == 1 - of) for peer in range(n)] for of, length in ((0, one), (1, other)))
-    tensors = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (expected, sent))
-    return dist.all_to_all_single(*tensors, expected, sent, group, async_op)
-
-
-def _misfit(part: int, group: Any, async_op: bool) -> Any:
-    return _all_to_all(group, part, missing=1, async_op=async_op)
-
-
-def _overflow(part: int, group: Any, async_op: bool) -> None:
-    """Send one element more from rank 1 than the slots hold."""
-    _exchange(group, part + (group.rank() == 1), part)
-
-
-def _left_out_by_rank_0(group: Any, async_op: bool) -> None:
-    _exchange(group, 0 if group.rank() == 0 else SHORT)
-
-
-# the actions of the ranks, the words of the error, and the ranks whose first call fails
-DISAGREEMENTS: dict[str, tuple[Callable[[Any, bool], Any], Sequence[str], Sequence[int], dict[str, Any]]] = {
-    "short parts do not fit": (partial(_misfit, 9), ("9", "8"), (0, 1), {}),
-    "long parts do not fit": (partial(_misfit, LONG), (str(LONG), str(LONG - 1)), (0, 1), {}),
-    "one row where none is expected": (partial(_one_way, 1, 0), ("1",), (0, 1), {}),
-    **{
-        f"{one} and {other} bytes, whose tags are alike": (partial(_one_way, one, other), (str(one), str(other)), (0, 1), {})
-        for one, other in [(2_605_024, 952), (952, 2_605_024), (2**20 + 1000, 1000), (3 * 2**20, 2**20)]
-    },
-    "another collective": (_gather_on_rank_1, ("all_gather",), (0, 1), {}),
-    "another dtype": (partial(_int_on_rank_1, _all_to_all), ("torch.int32",), (0, 1), {}),
-    "another dtype in an exchange": (partial(_int_on_rank_1, _exchange), ("torch.int32",), (0, 1), {}),
-    **{
-        f"{part} bytes too long for their slots, {transport}": (
-            *(partial(_overflow, part), ("rank 1", str(part + 1), str(part)), (0, 2)),
-            {"transport": transport},
-        )
-        for part in (SHORT, LONG)
-        for transport in ("auto", "native")
-    },
-    "left out of an exchange on one side": (_left_out_by_rank_0, ("exchange",), (1,), {"timeout": TIMEOUT}),
-}
-
-
-def _disagree(async_op: bool) -> dict[str, list[Outcome]]:
-    seen = {}
-    for case, (act, _, _, options) in DISAGREEMENTS.items():
-        with nothing_left():
-            group = make_group(chunk_bytes=CHUNK if "tags" not in case else 2**20, **options)
-            seen[case] = [outcome(act, group, async_op)]
-            again = [_exchange] * 2 if "exchange" in case or "slots" in case else CALLS.values()
-            seen[case] += [outcome(call, group) for call in again]
-            dist.barrier()  # so that no error comes from a destroyed group
-            dist.destroy_process_group(group)
-            del group
-    return seen
-
-
-@pytest.mark.parametrize(("size", "async_op"), [(2, True), pytest.param(3, False, marks=pytest.mark.slow)])
-def test_ranks_that_do_not_agree_all_fail_and_the_lane_ends(size: int, async_op: bool) -> None:
-    for rank, seen in enumerate(run_distributed(_disagree, size, async_op, timeout=100)):
-        for case, (_, words, at_once, _) in DISAGREEMENTS.items():
-            _assert_ended(seen[case], *words, late=rank not in at_once)
-            assert rank or at_once[0] != 0 or "rank 1 " in seen[case][0].text, seen[case]
-
-
-def test_tensors_on_cpu_and_gpu_are_not_one_collective() -> None:
-    nothing = [torch.empty(0, dtype=torch.uint8)] * 2
-    transfer = Transfer("all_gather", nothing, nothing, 0, torch.device("cpu"), timedelta(seconds=1), 0)
-    with pytest.raises(dist.DistBackendError, match=r"rank 1 .*CUDA.*CPU"):
-        _check_header(transfer, Header("all_gather", 0, 0, 0, 0, on_gpu=True), 1, 1)
 
 
 def _die() -> None:
@@ -157,7 +49,7 @@ def _die() -> None:
 def _assert_disconnected(by_survivor: list[list[Outcome]], victim: int) -> None:
     """Check that all errors name the victim. The store ends with rank 0, so a rank may name only the rank that gave up."""
     for seen in by_survivor:
-        _assert_ended(seen, "has disconnected" if victim == 0 else f"rank {victim} has disconnected")
+        assert_ended(seen, "has disconnected" if victim == 0 else f"rank {victim} has disconnected")
     assert any(f"rank {victim} has disconnected" in seen[0].text for seen in by_survivor)
 
 
@@ -166,7 +58,7 @@ def _ends_before(victim: int, end: Callable[[], Any]) -> list[list[Outcome]]:
         groups = [make_group() for _ in CALLS]
         assert all(everyone_sends(group) for group in groups)
         groups[-1].exchange(torch.empty(0), torch.empty(0), [0] * groups[-1].size(), [0] * groups[-1].size())
-        _exchange(groups[-1])
+        exchange(groups[-1])
         if dist.get_rank() == victim:
             end()
         seen = [[outcome(call, group) for _ in range(3)] for group, call in zip(groups, CALLS.values())]
@@ -313,11 +205,11 @@ def _fail() -> None:
 @pytest.mark.parametrize(("kind", "size"), [("sync", 2), ("async", 2), pytest.param("async", 3, marks=pytest.mark.slow)])
 def test_an_error_of_one_rank_within_a_transfer_reaches_all_with_its_reason(kind: str, size: int) -> None:
     for rank, seen in enumerate(run_distributed(_ends_within, size, kind, CUT, _on(1, _fail), dist.barrier, timeout=60)):
-        _assert_ended(seen, "the chunk of rank 1", "MemoryError", *(["rank 1 has given up"] if rank != 1 else []))
+        assert_ended(seen, "the chunk of rank 1", "MemoryError", *(["rank 1 has given up"] if rank != 1 else []))
 
 
 def _assert_gave_up(seen: list[Outcome], rank: int, waited: bool = True) -> None:
-    _assert_ended(seen, "rank 1 did not respond", f"{TIMEOUT:g} s")
+    assert_ended(seen, "rank 1 did not respond", f"{TIMEOUT:g} s")
     assert seen[0].seconds > TIMEOUT / 2 or rank == 1 or not waited
     assert rank != 1 or "has given up" in seen[0].text
 
@@ -329,8 +221,8 @@ def _comes_late() -> list[list[Outcome]]:
         assert all(everyone_sends(group) for group in groups)
         if dist.get_rank() == 1:
             dist.barrier()
-        work = _all_to_all(groups[1], async_op=True)
-        firsts = [outcome(_all_to_all, groups[0]), outcome(work.wait), outcome(_exchange, groups[2])]
+        work = all_to_all(groups[1], async_op=True)
+        firsts = [outcome(all_to_all, groups[0]), outcome(work.wait), outcome(exchange, groups[2])]
         seen = [[first, outcome(call, group)] for first, call, group in zip(firsts, CALLS.values(), groups)]
         if dist.get_rank() != 1:
             dist.barrier()
@@ -342,10 +234,10 @@ def _comes_late() -> list[list[Outcome]]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_come_is_named_after_the_timeout_and_hears_of_it_when_it_comes(size: int) -> None:
-    for rank, (sync, later, exchange) in enumerate(run_distributed(_comes_late, size, timeout=60)):
+    for rank, (sync, later, exchanged) in enumerate(run_distributed(_comes_late, size, timeout=60)):
         _assert_gave_up(sync, rank)
         _assert_gave_up(later, rank, waited=False)  # while the first call waited
-        _assert_gave_up(exchange, rank)
+        _assert_gave_up(exchanged, rank)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sync", 2), pytest.param("sync", 3, marks=pytest.mark.slow)])
@@ -412,34 +304,3 @@ def _interrupted() -> Outcome:
 
 def test_an_interrupt_ends_the_lane_on_all_ranks() -> None:
     assert all("KeyboardInterrupt" in seen.text for seen in run_distributed(_interrupted, 2, timeout=60))
-
-
-def _misuse() -> dict[str, list[Outcome]]:
-    two, seen = torch.ones(2), {}
-    wrong: dict[str, tuple[Any, ...]] = {
-        "gets=[2]": (torch.empty(2), two, [2], [2, 0]),
-        "own rank 1": (torch.empty(2), two, [2, 0], [1, 1]),
-        "gives=[3, -1]": (torch.empty(2), two, [2, 0], [3, -1]),
-        "length 3": (torch.empty(3), two, [2, 0], [2, 0]),
-        "(2, 1)": (torch.empty(2, 1), two, [2, 0], [2, 0]),
-        "received=": (torch.empty(4)[::2], two, [2, 0], [2, 0]),
-        "meta": (torch.empty(2), torch.ones(2, device="meta"), [2, 0], [2, 0]),
-        "complex64": (torch.empty(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj(), [2, 0], [2, 0]),
-        "negated": (torch.empty(2), torch.ones(2, dtype=torch.complex64).conj().imag, [2, 0], [2, 0]),
-        "torch.int32": (torch.empty(2), torch.ones(2, dtype=torch.int32), [2, 0], [2, 0]),
-    }
-    for case, arguments in wrong.items():
-        group = make_group()
-        _exchange(group)
-        arguments = arguments if group.rank() == 1 else (two, two.clone(), [0, 2], [0, 2])
-        seen[case] = [outcome(group.exchange, *arguments), outcome(_exchange, group)]
-    return seen
-
-
-def test_a_wrong_argument_of_an_exchange_is_an_error_on_every_rank() -> None:
-    other, own = run_distributed(_misuse, 2, timeout=60)
-    for case, (first, after) in own.items():
-        assert first.kind == "ValueError" and after.kind == "DistBackendError", case
-        word = "send=" if case == "negated" else case
-        assert all(word in each.text for each in (first, after, *other[case])), (case, first, other[case])
-        assert all(each.kind == "DistBackendError" and "rank 1" in each.text for each in other[case]), case

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def everyone_sends(group: Any, rows: int = 3, async_op: bool = False) -> bool:
     if work is not None:
         work.wait()
     return torch.equal(out, torch.arange(float(group.size())).repeat_interleave(rows))
+
+
+SHORT, LONG = 4, 2_000_000
+"""The bytes for every rank: one message, and hundreds of chunks."""
+CHUNK = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -96,3 +102,33 @@ def nothing_left(*transports: HostTransport) -> Iterator[None]:
             break
         time.sleep(0.01)
     assert not left
+
+
+def all_to_all(group: Any, part: int = SHORT, *, missing: int = 0, async_op: bool = False, dtype: Any = torch.uint8) -> Any:
+    """Send every rank a part. Rank 1 sends rank 0 some elements less than rank 0 expects."""
+    n = group.size()
+    sent = [part - missing * (group.rank() == 1 and peer == 0) for peer in range(n)]
+    given, out = torch.ones(sum(sent), dtype=dtype), torch.empty(part * n, dtype=dtype)
+    return dist.all_to_all_single(out, given, [part] * n, sent, group, async_op)
+
+
+def exchange(group: Any, part: int = SHORT, slot: int | None = None, dtype: Any = torch.uint8, **options: Any) -> None:
+    rank, n = group.rank(), group.size()
+    gives, gets = ([0 if peer == rank else length for peer in range(n)] for length in (part, part if slot is None else slot))
+    group.exchange(torch.empty(sum(gets), dtype=dtype), torch.ones(sum(gives), dtype=dtype), gets, gives, **options)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "sync": all_to_all,
+    "async": partial(all_to_all, async_op=True),
+    "exchange": exchange,
+}
+
+
+def assert_ended(seen: list[Outcome], *words: str, late: bool = False) -> None:
+    """Check that all calls fail for one reason, the later ones at once. If ``late``, the first call may have succeeded."""
+    failed = seen[1:] if late and not seen[0].kind else seen
+    assert all(each.kind == "DistBackendError" and each.text == failed[0].text for each in failed), seen
+    assert failed[0].text.startswith("freescale ") and "lane 'rows'" in failed[0].text, failed
+    assert all(word in failed[0].text for word in words), (words, failed)
+    assert failed[0].seconds < SOON and all(each.seconds < AT_ONCE for each in failed[1:]), failed
