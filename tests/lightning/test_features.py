@@ -95,7 +95,7 @@ class Summary(callbacks.ModelSummary):
 
     shown: Any = ()
 
-    def summarize(self, data: Any, *totals: Any, **_: Any) -> None:  # type: ignore[override]
+    def summarize(self, data: Any, *totals: Any, **_: Any) -> None:
         types = dict(data).pop("Type")
         self.shown = [column for column in data if column[0] != "Type"], totals
         self.types = set(types)
@@ -193,7 +193,7 @@ def sync_batchnorm(strategy: Any) -> Any:
 
 
 class TwoValidations(Recommender):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
 
 
