@@ -136,6 +136,8 @@ def test_embeddings_that_would_not_be_the_same_are_refused(kind: str) -> None:
             choose_embeddings(root, ["emb"])
     else:
         assert choose_embeddings(root, ["emb"]).chosen == {"emb": root.emb}
+        ((collection, _),) = find_collections(root, {root.emb})
+        assert collection.attributes == (("scale",) if kind == "attributes" else ()), "carried to the sharded module"
 
 
 TIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
