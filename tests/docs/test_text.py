@@ -82,6 +82,11 @@ def test_lines_of_code_fit_a_wide_screen() -> None:
     assert [(page, line) for page, line in code if len(line) > WIDTH] == []
 
 
+def test_pages_of_benchmarks_are_short() -> None:
+    lines = {page.name: len(page.read_text().splitlines()) for page in (DOCS / "benchmarks").glob("*.md")}
+    assert {page: count for page, count in lines.items() if count > 120} == {}
+
+
 # -- figures
 
 MEASURED_ON = {"commit": "abc1234", "date": "2026-01-31", "cores": 2, "processor": "A Processor", "command": "python b.py"}
