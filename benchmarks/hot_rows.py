@@ -10,7 +10,6 @@ auto       hot_rows="auto", with a cost of transfers between nodes of ``--far`` 
 
 Bytes between nodes are the engine's own count, with heads of messages. Those of popular rows, which together make up ``--hot``
 of all accesses, follow from the requests of other nodes at each owner: an id of 4 bytes, two flags, the row, and its gradient.
-With ``--shift-at``, other rows are popular from this step of the warm-up on.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def main() -> None:
     parser.add_argument("--far", type=float, default=10, help="cost between nodes / cost within (default: 10)")
     parser.add_argument("--warm-up", type=int, default=200, help="steps before those that count, of auto (default: 200)")
     parser.add_argument("--rerank-every", type=int, default=200, help="steps between two lists of hot rows (default: 200)")
-    parser.add_argument("--shift-at", type=int, help="step of the warm-up from which other rows are popular")
     options = parser.parse_args()
     ranks = options.nodes * options.ranks_per_node
     popular = _popular_ids(options, ranks)
@@ -80,7 +78,7 @@ def main() -> None:
 
 
 def _draw(options: Any) -> overlap_workload.Draw:
-    return overlap_workload.production(options.rows, options.batch, shift_at=options.shift_at)
+    return overlap_workload.production(options.rows, options.batch)
 
 
 def _popular_ids(options: Any, ranks: int) -> np.ndarray:

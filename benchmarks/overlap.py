@@ -25,9 +25,6 @@ takes the users of that data set, most of whose rows collide. ``histories`` take
 takes rows x dim x 4 bytes over all ranks. There are three tables: one of plain, dedup and plain-gloo together, one of pipeline,
 and one of ours.
 
-With ``--shift-at``, other items become popular at that step of a round. The exposed times before and after it are reported
-separately, without the two steps around it, in which hardly any row collides.
-
 The ranks share the cores of this machine, and the cost of that counts as exposed. With eight ranks on two cores, slow links and
 compute down by the same factor, for example with ``--rate 50mbit`` and ``--compute-ms 720``.
 """
@@ -99,15 +96,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=16, help="steps of a round (default: 16)")
     add("--rounds", type=int, default=3)
     add("--warm-up", type=int, default=200, help="steps without compute before the first round (default: 200)")
-    add("--shift-at", type=int, help="step of a round from which other items are popular, in the production regime")
     options = parser.parse_args(arguments)
     if options.steps < SKIPPED + 3 or options.rounds < 1:
         parser.error(f"--steps {options.steps} --rounds {options.rounds}: at least {SKIPPED + 3} and 1")
-    shift = options.shift_at
-    if shift is not None and (options.regime != "production" or not SKIPPED + 1 < shift < options.steps - 2):
-        parser.error(
-            f"--shift-at {shift}: after {SKIPPED + 1} and before --steps {options.steps} less 2, and with --regime production"
-        )
     if (options.data is None) == (options.regime == "histories"):
         parser.error(f"--regime {options.regime} --data {options.data}: pass --data in the histories regime, and only there")
     if "floor" not in options.variants:
@@ -125,13 +116,13 @@ def measure(options: Any) -> dict[str, float]:
     elif options.regime == "histories":
         rows, draw = overlap_workload.histories(options.data, options.batch)
     else:
-        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch, shift_at=options.shift_at)
+        rows, draw = options.rows, overlap_workload.production(options.rows, options.batch)
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = overlap_workload.batches(draw, options.steps, rank)
     counts = [int(name.removeprefix("micro-")) for name in options.variants if name.startswith("micro-")]
     figures = overlap_workload.collisions(draw, options.steps, world, rows, counts) if rank == 0 else {}
     warm = [name for name in ("threshold", "hot-rows", *HOT) if name in options.variants]
-    early = _early_batches(draw, options, rank) if warm else []
+    early = overlap_workload.batches(draw, options.steps + options.warm_up, rank)[options.steps :] if warm else []
     del draw
     variants = overlap_variants.build(
         options.variants, rows, options.dim, options.compute_ms / 1000, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -153,13 +144,6 @@ def measure(options: Any) -> dict[str, float]:
     return figures
 
 
-def _early_batches(draw: overlap_workload.Draw, options: Any, rank: int) -> list[Any]:
-    """Return other batches than those of the rounds, from before other items are popular."""
-    if options.shift_at is not None:
-        draw = overlap_workload.production(options.rows, options.batch)
-    return overlap_workload.batches(draw, options.steps + options.warm_up, rank)[options.steps :]
-
-
 def _round(variant: Any, batches: Sequence[Any]) -> list[tuple[float, float]]:
     """Return the milliseconds of wall time and of the process's CPU time of each step that counts."""
     dist.barrier()
@@ -178,12 +162,6 @@ def _figures(name: str, times: Any, variant: Any, options: Any) -> dict[str, flo
     low, middle, high = np.percentile(wall, [25, 50, 75])
     figures = {f"{name}_ms": middle, f"{name}_low_ms": low, f"{name}_high_ms": high, f"{name}_cpu_ms": np.median(cpu)}
     figures |= {f"{name}_{key}": value for key, value in zip(counted, mean[-len(counted) :].tolist())}
-    if options.shift_at is not None:
-        by_step, shift = wall.reshape(options.rounds, -1), options.shift_at - SKIPPED
-        figures |= {
-            f"{name}_before_ms": np.median(by_step[:, : shift - 1]),
-            f"{name}_after_ms": np.median(by_step[:, shift + 1 :]),
-        }
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -194,9 +172,6 @@ def _reductions(figures: dict[str, float]) -> dict[str, float]:
         for other in (name for name in ("plain", "pipeline", "dedup") if name in exposed):
             found[f"{prefix}reduction_vs_{other}"] = 1 - exposed[mine] / exposed[other]
             found[f"{prefix}step_over_{other}"] = figures[f"{mine}_ms"] / figures[f"{other}_ms"]
-    for name in exposed if "floor_after_ms" in figures else ():
-        before, after = (figures[f"{name}_{when}_ms"] - figures[f"floor_{when}_ms"] for when in ("before", "after"))
-        found |= {f"{name}_exposed_before_ms": before, f"{name}_exposed_after_ms": after}
     return found
 
 
@@ -216,9 +191,6 @@ def _show(figures: dict[str, float], options: Any) -> None:
         exposed = figures.get(f"{name}_exposed_ms", 0.0)
         print(f"{name:<12}{figures[f'{name}_ms']:9.1f}{half:>17}{exposed:12.1f}", end="")
         print(f"{figures[f'{name}_cpu_ms']:9.1f}{figures[f'{name}_bytes'] / 1e6:9.2f}")
-    for name in (each for each in _measured(figures) if f"{each}_exposed_after_ms" in figures):
-        before, after = figures[f"{name}_exposed_before_ms"], figures[f"{name}_exposed_after_ms"]
-        print(f"{name}, before other items were popular: exposed {before:.1f} ms, afterwards {after:.1f}")
     for mine, prefix in ((name, "" if name == "ours" else f"{name}_") for name in OURS):
         for other in ("plain", "pipeline", "dedup"):
             if f"{prefix}reduction_vs_{other}" in figures:

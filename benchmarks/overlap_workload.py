@@ -56,11 +56,8 @@ class Batch(Pipelineable):
         """Do nothing, because the CPU has no streams."""
 
 
-def production(rows: int, samples: int, by_popularity: bool = False, shift_at: int | None = None) -> Draw:
-    """Return Zipf-distributed ids in histories with the lengths of ml-latest-small; popular ids are scattered, or first.
-
-    From step ``shift_at`` on, other ids are popular.
-    """
+def production(rows: int, samples: int, by_popularity: bool = False) -> Draw:
+    """Return Zipf-distributed ids in histories with the lengths of ml-latest-small; popular ids are scattered, or first."""
     popularity = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
     item_of_rank = np.arange(rows) if by_popularity else np.random.default_rng(SEED).permutation(rows)
     lengths = _ratings().lengths
@@ -68,8 +65,7 @@ def production(rows: int, samples: int, by_popularity: bool = False, shift_at: i
     def draw(step: int, rank: int) -> tuple[Ids, Ids]:
         random = np.random.default_rng([SEED, step, rank])
         chosen = random.choice(lengths, samples)
-        ids = item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])]
-        return ids if shift_at is None or step < shift_at else (ids + rows // 2) % rows, chosen
+        return item_of_rank[np.searchsorted(popularity, random.random(chosen.sum()) * popularity[-1])], chosen
 
     return draw
 

@@ -195,6 +195,11 @@ def test_the_pictures_show_the_results() -> None:
     assert {path.name: path.read_text() for path in picture.IMAGES.iterdir()} == picture.pictures(), "run `make figures`"
 
 
+def test_every_result_is_shown() -> None:
+    shown = {name for table in figures.TABLES.iterdir() for name in table.read_text().partition("\n")[0].split()}
+    assert {path.stem for path in figures.RESULTS.iterdir()} == shown, "add a table to benchmarks/tables, or remove the result"
+
+
 def test_the_pages_have_the_figures_of_the_results() -> None:
     checked = subprocess.run([sys.executable, "scripts/figures.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, f"run `make figures`: {checked.stdout}{checked.stderr}"
