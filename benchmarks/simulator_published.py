@@ -2,27 +2,31 @@
 
 ``python benchmarks/simulator_published.py``
 
-nvidia    recsys-examples (commit 43465ae, PERF_ANALYSIS.md, E2E_BENCHMARK.md): HSTU of 8 layers of width 1024 on 16 H100. A
-          profile gives the shares of a step of 187 ms with 4,099 items in each history. Compute and host work come from it.
-          The exchange is predicted, and so is the throughput on lengths of Zipf(1.2) up to 4,096, as drawn and with its
-          balancer, which reaches 1.53 times the throughput.
+nvidia    recsys-examples (commit 43465ae: PERF_ANALYSIS.md, E2E_BENCHMARK.md and the plotted times of attention): HSTU of 8
+          layers of width 1024 on 16 H100. A profile of histories of one length, with attention by CUTLASS, gives the compute of
+          a token and of a squared length, and the host work. Throughput on jagged lengths is predicted.
 nestpipe  arXiv 2604.06956, from notes on it: HSTU on 128 and 1,536 NPUs. Lookup's share of the step rises from 24.4 % to
           49.6 %. The popularity of the most popular item is chosen so that waiting for its owner explains the rise. The time of
-          a row is chosen so that communication has the published 9.2 % of the step on 128. The share on 1,536 is predicted;
-          20.5 % were published.
-freescale arXiv 2604.24073, from notes on it: 64 H100, batch 128, histories up to 21,000 items, stragglers idle for 22 % of the
-          time, and 12 % of the rows collide. The spread of the lengths is chosen to match the 22 %, and the time of a row to
-          match a bubble of 28 %, on which its figures agree (see below). The reductions are predicted.
+          a row is chosen so that communication has the published 9.2 % of the step on 128. On 1,536, the share of communication
+          is predicted, and with the published savings of NestPipe also its speed-up and its scaling efficiency. The
+          published share on 1,536 is not an input.
+freescale arXiv 2604.24073: see simulator_freescale.py.
 
-The quoted figures of the paper contradict each other. A decrease from 1.15 s to 0.11 s is 90.4 %, so it describes the bubble
-and not the step: a step that becomes ten times as short has a bubble of 90 %. With a bubble of 28 %, a step of 4.11 s becomes
-one of 3.07 s, which is 1.34 times as fast, and at most 1 / (1 - 0.28) = 1.39 is possible.
+Details of NVIDIA's benchmark that the prediction needs:
+
+- A history of S items has 2 S + 3 tokens, because actions and three features of the user are tokens too.
+- Lengths S are drawn from Zipf(1.2) without a limit and cut at 4,096, so that 17 % of them are 4,096. This follows from their
+  code (``RandomDistribution.sample``) and leads to the published work of a step.
+- The first two runs use attention by Triton, whose time is not in the profile. It is taken from the difference of two earlier
+  runs (commit 49bfd3a), whose count of FLOPs left out the output projection.
+- Nsight captures one of the nine intervals of 100 steps. All intervals have the same batches, so the best interval is a run
+  without Nsight. Their fixed-length run is without Nsight, and its best interval is 1.4 % above the mean.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,19 +34,31 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
+import simulator_freescale
 from harness import finish, parser
 from numpy.typing import NDArray
 
 from lightning_freescale.balance.assign import AssignmentMode
 from lightning_freescale.simulator import Catalogue, Network, Quantity, Techniques, TrainingLoad, simulate
 from lightning_freescale.simulator.outlook import pairs_of_steps
-from lightning_freescale.simulator.quantity import assumed
 from lightning_freescale.simulator.training_step import expected_traffic, step_times
 
 Floats = NDArray[np.float64]
-DIM, LAYERS, ITEMS, BATCH, STEP = 1024, 8, 4099, 32, 0.187
-SHARES = {"attention": 0.43, "gemm": 0.24, "elementwise": 0.21, "embedding": 0.057, "idle": 0.033}
-"""Of NVIDIA's profiled step; 1.6 % to 3.3 % are exchanges that nothing hides."""
+WIDTH, LAYERS, BATCH, RANKS, TOKENS = 1024, 8, 32, 16, 4099
+PROFILE = {
+    "step": 187.01, "attention": 79.900, "gemm": 43.919, "elementwise": 39.507, "embedding": 10.643, "others": 1.217,
+    "nccl": 2.927,
+}  # fmt: skip
+"""Milliseconds of NVIDIA's step of histories of 4,099 tokens, and of its kernels; ``nccl`` is what nothing hides."""
+ATTENTION = {4096: 9.55, 8192: 36.1}
+"""Milliseconds of attention by CUTLASS: both passes of a layer, 32 sequences of a length (hstu_attn_h100_p10_heatmap.png)."""
+EARLIER = {"triton": 1667e12, "cutlass": 3933e12}
+"""FLOPS of all 16 GPUs with the balancer in the earlier runs."""
+WORK = 391.5e12 * 93.7e-3
+"""Published FLOPs of a GPU in a profiled step on jagged lengths."""
+PUBLISHED = {"drawn": 77.5, "balanced": 120.8, "cutlass": 336.9}
+"""TFLOPS of a GPU in the best interval: Triton as drawn and with the balancer, and CUTLASS with the balancer and the profile's
+tables (experiments 0, 1 and 4)."""
 PLAIN = Techniques(dedup=True)
 """NVIDIA's baseline sends a row once."""
 
@@ -50,91 +66,123 @@ PLAIN = Techniques(dedup=True)
 def main() -> None:
     """Predict all three."""
     options = parser(__doc__).parse_args()
-    figures = _nvidia() | _nestpipe() | _freescale()
+    figures = _nvidia() | _nestpipe() | simulator_freescale.predict()
     finish(figures, options)
 
 
 def _nvidia() -> dict[str, float]:
-    load = _load_of_profile()
-    flops = _flops(np.array([ITEMS * BATCH, ITEMS**2 * BATCH], dtype=np.float64))
-    step = simulate(np.full(1000, float(ITEMS)), 16, load, Network(), variants={"dedup": PLAIN})[-1]
+    cutlass = _load_of_profile()
+    step = simulate(np.full(1000, float(TOKENS)), RANKS, cutlass, Network(), variants={"dedup": PLAIN})[-1]
+    fixed = _flops(np.array([1.0, TOKENS, TOKENS**2]) * BATCH)
     # Karmarkar and Karp's differencing at equal counts treats long tails like a zig-zag (docs/benchmarks/balance.md)
-    assignments: Mapping[str, AssignmentMode | None] = {"drawn": None, "theirs": "zigzag", "ours": "fixed"}
-    through = {name: _throughput(load, each) for name, each in assignments.items()}
-    figures = {
-        "nvidia_tflop": flops / 1e12,
+    drawn, balanced, ours = (_steps(cutlass, mode) for mode in (None, "zigzag", "fixed"))
+    triton = replace(cutlass, quadratic=_quadratic_of_triton(cutlass, balanced))
+    runs = {"drawn": (triton, drawn), "balanced": (triton, balanced), "cutlass": (cutlass, balanced), "ours": (triton, ours)}
+    through = {name: _throughput(load, sums) / 1e12 for name, (load, sums) in runs.items()}
+    off = {f"nvidia_{name}_off": through[name] / published - 1 for name, published in PUBLISHED.items()}
+    gain, published = through["balanced"] / through["drawn"], PUBLISHED["balanced"] / PUBLISHED["drawn"]
+    work = _flops(drawn.mean(axis=(0, 1)))
+    print(f"NVIDIA's step: {step.step}; published 187 ms. {fixed / 1e12:.1f} TFLOP; published 63.9. On jagged lengths "
+          f"{work / 1e12:.1f} TFLOP; published {WORK / 1e12:.1f}")  # fmt: skip
+    for name, value in PUBLISHED.items():
+        print(f"TFLOPS per GPU, {name}: predicted {through[name]:.1f}, published {value}")
+    print(f"gain of their balancer: predicted {gain:.2f}, published {published:.2f}; "
+          f"predicted gain of ours: {through['ours'] / through['drawn']:.2f}")  # fmt: skip
+    return off | {f"nvidia_tflops_{name}": value for name, value in through.items()} | {
+        "nvidia_tflop": fixed / 1e12,
+        "nvidia_tflop_jagged": work / 1e12,
+        "nvidia_tflop_jagged_off": work / WORK - 1,
         "nvidia_step_ms": 1e3 * step.step.value,
-        "nvidia_step_ms_low": 1e3 * step.step.low,
-        "nvidia_step_ms_high": 1e3 * step.step.high,
-        "nvidia_step_over_published": step.step.value / STEP,
-        **{f"nvidia_tflops_{name}": value / 1e12 for name, value in through.items()},
-        "nvidia_balancer_gain": through["theirs"] / through["drawn"],
-        "nvidia_balancer_gain_over_published": through["theirs"] / through["drawn"] / 1.53,
+        "nvidia_step_off": 1e3 * step.step.value / PROFILE["step"] - 1,
+        "nvidia_triton_times_cutlass": triton.quadratic.value / cutlass.quadratic.value,
+        "nvidia_balancer_gain": gain,
+        "nvidia_balancer_gain_off": gain / published - 1,
         "nvidia_our_gain": through["ours"] / through["drawn"],
-    }
-    print(f"NVIDIA's step: {step.step}; published 187 ms. {flops / 1e12:.1f} TFLOP; published 63.9")
-    drawn, theirs = (through[name] / 1e12 for name in ("drawn", "theirs"))
-    gain, ours = (figures[f"nvidia_{name}_gain"] for name in ("balancer", "our"))
-    print(f"TFLOPS per GPU: predicted {drawn:.1f} as drawn, published 75.6; with their balancer {theirs:.1f}, published 115.8")
-    print(f"gain of their balancer: predicted {gain:.2f}, published 1.53; predicted gain of ours: {ours:.2f}")
-    return figures
+    }  # fmt: skip
 
 
 def _load_of_profile() -> TrainingLoad:
-    """Return the compute of the profile; the host work in the rest of the step does not follow from the lengths."""
-    linear = STEP * (SHARES["gemm"] + SHARES["elementwise"] + SHARES["embedding"]) / BATCH / ITEMS
-    quadratic = STEP * SHARES["attention"] / BATCH / ITEMS**2
+    """Return the compute of the profile. The rest of its step, less its exchanges, does not depend on lengths."""
+    short, long = ATTENTION.values()
+    squared = (long - 2 * short) / (2 * short)  # share of attention, as its time is linear and quadratic in a length
+    kernels = {name: value / 1e3 for name, value in PROFILE.items()}
+    quadratic = squared * kernels["attention"]
+    linear = sum(kernels[name] for name in ("attention", "gemm", "elementwise", "embedding", "others")) - quadratic
     known = {name: Quantity(value, "measured", unit="s", source="PERF_ANALYSIS.md") for name, value in (
-        ("linear", linear), ("quadratic", quadratic), ("host", STEP * SHARES["idle"])
+        ("linear", linear / BATCH / TOKENS), ("quadratic", quadratic / BATCH / TOKENS**2),
+        ("host", kernels["step"] - linear - quadratic - kernels["nccl"]),
     )}  # fmt: skip
-    dense = Quantity(4.0 * LAYERS * 5 * DIM**2, "measured", unit="B", source="its layers")
-    return TrainingLoad(BATCH, **known, dense_bytes=dense, row_bytes=4 * DIM)
+    dense = Quantity(81.15 * 2**20, "measured", unit="B", source="PERF_ANALYSIS.md")
+    catalogue = Catalogue(50_000_000, Quantity(1.05, "measured"))
+    return TrainingLoad(BATCH, **known, dense_bytes=dense, catalogue=catalogue, row_bytes=256)  # a row of 512 for two tokens
 
 
-def _flops(sums: Floats) -> float:
-    """Return the FLOPs of both passes from sums of L and L²: causal attention, whose backward recomputes its scores."""
-    linear = LAYERS * 3 * 10 * DIM**2
-    return float(sums @ np.array([linear, LAYERS * 3.5 * 2 * DIM]))
+def _steps(load: TrainingLoad, mode: AssignmentMode | None) -> Floats:
+    """Return sums of 1, L and L² over the samples of each rank in a hundred steps on jagged lengths."""
+    lengths = 2.0 * np.minimum(np.random.default_rng(0).zipf(1.2, 200_000), 4096) + 3
+    pairs = pairs_of_steps(lengths, RANKS, load, 100, 1, assignment_mode=mode)
+    return np.concatenate([pair[mode is not None] for pair in pairs])
 
 
-def _throughput(load: TrainingLoad, mode: AssignmentMode | None) -> float:
-    """Return the FLOPS of a GPU over forty steps on lengths of Zipf(1.2)."""
-    length = np.arange(1, 4096, dtype=np.float64)
-    chance = length**-1.2
-    lengths = np.random.default_rng(0).choice(length, 200_000, p=chance / chance.sum())
-    network, flops, seconds = Network(), 0.0, 0.0
-    for pair in pairs_of_steps(lengths, 16, load, 40, 1, assignment_mode=mode):
-        sums = pair[mode is not None]
-        traffic = expected_traffic(load.seconds(sums), sums[:, :, 1], load, network, PLAIN)
-        seconds += step_times(traffic, load, network, PLAIN).sum()
-        flops += _flops(sums[:, :, 1:].mean(axis=1).sum(axis=0))
-    return flops / seconds
+def _quadratic_of_triton(cutlass: TrainingLoad, sums: Floats) -> Quantity:
+    """Return the seconds per squared length with Triton, from the longer step of the earlier runs."""
+    work = _flops(sums.mean(axis=(0, 1)), projections=4)
+    longer = work * RANKS * (1 / EARLIER["triton"] - 1 / EARLIER["cutlass"])
+    squares = sums[:, :, 2].max(axis=1).mean()  # of the slowest rank
+    return Quantity(cutlass.quadratic.value + longer / squares, "measured", unit="s", source="E2E_BENCHMARK.md of 49bfd3a")
+
+
+def _flops(sums: Floats, projections: int = 5) -> float:
+    """Return the FLOPs of both passes from sums of 1, L and L²: causal attention, whose backward recomputes its scores."""
+    return float(sums @ np.array([0.0, LAYERS * 3 * 2 * projections * WIDTH**2, LAYERS * 3.5 * 2 * WIDTH]))
+
+
+def _throughput(load: TrainingLoad, sums: Floats) -> float:
+    """Return the FLOPS of a GPU."""
+    network = Network()
+    traffic = expected_traffic(load.seconds(sums), sums[:, :, 1], load, network, PLAIN)
+    return _flops(sums.mean(axis=1).sum(axis=0)) / float(step_times(traffic, load, network, PLAIN).sum())
 
 
 def _nestpipe() -> dict[str, float]:
-    """Fit the popularity to lookup and the time of a row to communication at 128, and predict communication at 1,536."""
-    rest = {ranks: 1 - lookup - communication for ranks, (lookup, communication) in NESTPIPE.items()}
-    seconds = {ranks: 1.7 * lookup / rest[ranks] for ranks, (lookup, _) in NESTPIPE.items()}
-    growth = seconds[1536] / seconds[128]
-    top = (growth - 1) / (1535 - 127 * growth)  # the share of the most popular item in all lookups
-    found = {}
-    for name, share in (("low", 0.8 * top), ("", top), ("high", 1.25 * top)):
-        catalogue = Catalogue(100_000_000, Quantity(_exponent(share), "assumed"))
-        costs = {each: Quantity(0.0, "assumed", unit="s") for each in ("linear", "quadratic", "host")}
-        load = TrainingLoad(32, **costs, catalogue=catalogue, dense_bytes=Quantity(0.0, "assumed", unit="B"))
-        share_of = partial(_communication, load, lookup=seconds)
-        row_bytes = _smallest(partial(_reaches, share_of, NESTPIPE[128][1]))
-        found[name] = share_of(row_bytes, 1536)
+    """Fit the popularity to lookup and the time of a row to communication at 128, and predict 1,536."""
+    share = 0.0  # of communication on 1,536; lookup's seconds and share give the rest of the step only with it
+    for _ in range(20):
+        rest = LOOKUP * ((1 - share) / NESTPIPE[1536] - 1)
+        lookup, moved = (rest * NESTPIPE[name] / (1 - NESTPIPE[128] - NESTPIPE["moved"]) for name in (128, "moved"))
+        growth = LOOKUP / lookup
+        top = (growth - 1) / (1535 - 127 * growth)  # the share of the most popular item in all lookups
+        low, high, moved_1536 = (_moved(moved, factor * top) for factor in (0.8, 1.25, 1))
+        share = moved_1536 / (rest + LOOKUP + moved_1536)
+    low, high = (end / (rest + LOOKUP + end) for end in (low, high))
+    theirs_128 = rest + LOOKUP_LEFT * lookup / LOOKUP + (1 - SAVED) * moved
+    theirs_1536 = rest + LOOKUP_LEFT + (1 - SAVED) * moved_1536
+    speed_up, efficiency = (rest + LOOKUP + moved_1536) / theirs_1536, theirs_128 / theirs_1536
     print(
         f"NestPipe: the most popular item has {top:.2%} of all lookups; communication is 9.2 % of the step on 128 ranks and on "
-        f"1,536 predicted {found['']:.1%} ({found['low']:.1%} - {found['high']:.1%}, by a fifth less and a quarter more of "
-        "these), published 20.5 %"
+        f"1,536 predicted {share:.1%} ({low:.1%} - {high:.1%}, by a fifth less and a quarter more of these), published 20.5 %; "
+        f"speed-up {speed_up:.2f}, published 3.06; efficiency {efficiency:.1%}, published 94.07 %"
     )
-    return {f"nestpipe_share_1536{'_' * bool(name)}{name}": value for name, value in found.items()}
+    predicted = {"share_1536": share, "speed_up": speed_up, "efficiency": efficiency}
+    off = {f"{name}_off": predicted[name] / value - 1 for name, value in NESTPIPE_FIGURES.items()}
+    ends = {"share_1536_low": low, "share_1536_high": high}
+    return {f"nestpipe_{name}": value for name, value in (predicted | off | ends).items()}
 
 
-NESTPIPE = {128: (0.244, 0.092), 1536: (0.496, 0.205)}
-"""Shares of lookup and communication in the step, by ranks."""
+NESTPIPE = {128: 0.244, 1536: 0.496, "moved": 0.092}
+"""Shares of the step: lookup by ranks, and communication on 128."""
+LOOKUP, LOOKUP_LEFT, SAVED = 2.871, 0.030, 0.87
+"""Seconds of lookup on 1,536 NPUs without and with NestPipe, and the share by which it reduces exposed communication."""
+NESTPIPE_FIGURES = {"share_1536": 0.205, "speed_up": 3.06, "efficiency": 0.9407}
+"""Published figures that are predicted."""
+
+
+def _moved(seconds: float, top: float) -> float:
+    """Return the seconds of communication on 1,536 ranks whose row bytes lead to ``seconds`` on 128."""
+    catalogue = Catalogue(100_000_000, Quantity(_exponent(top), "assumed"))
+    costs = {each: Quantity(0.0, "assumed", unit="s") for each in ("linear", "quadratic", "host")}
+    load = TrainingLoad(32, **costs, catalogue=catalogue, dense_bytes=Quantity(0.0, "assumed", unit="B"))
+    return _communication(load, _smallest(partial(_reaches, load, seconds)), 1536)
 
 
 def _exponent(top: float) -> float:
@@ -146,16 +194,15 @@ def _exponent(top: float) -> float:
     return low
 
 
-def _reaches(share_of: Callable[[int, int], float], share: float, row_bytes: int) -> bool:
-    return share_of(row_bytes, 128) >= share
+def _reaches(load: TrainingLoad, seconds: float, row_bytes: int) -> bool:
+    return _communication(load, row_bytes, 128) >= seconds
 
 
-def _communication(load: TrainingLoad, row_bytes: int, ranks: int, lookup: Mapping[int, float]) -> float:
-    """Return the share of the step that sends rows and gradients; all ranks look up the same number of items."""
+def _communication(load: TrainingLoad, row_bytes: int, ranks: int) -> float:
+    """Return the seconds that send rows and gradients; all ranks look up the same number of items."""
     load = replace(load, row_bytes=row_bytes)
     traffic = expected_traffic(np.zeros((2, ranks)), np.full((2, ranks), 20_000.0), load, Network(), Techniques())
-    moved = float(step_times(traffic, load, Network(), Techniques())[0])
-    return moved / (1.7 + lookup[ranks] + moved)
+    return float(step_times(traffic, load, Network(), Techniques())[0])
 
 
 def _smallest(enough: Callable[[int], bool]) -> int:
@@ -165,50 +212,6 @@ def _smallest(enough: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def _freescale() -> dict[str, float]:
-    """Predict the paper's set-up; its unknown parts are fitted to two of its figures at 64 ranks."""
-    network = Network(assumed(25e9, 20e9, 25e9, "B/s", "8 x 200 Gb/s per node"), ranks_per_node=8)
-    lengths = _lengths_of_stragglers(0.22)
-    compute = assumed(2.96, 2.0, 3.5, "s", "4.11 s less 28 %")
-    load = TrainingLoad.from_compute(128, lengths, compute, assumed(0.5, 0.3, 0.7))
-    collisions = Quantity(0.12, "measured", 0.10, 0.14, source="notes on the paper")
-    load = replace(load, catalogue=Catalogue(1_000_000_000).fitted(collisions, 64 * 128 * float(lengths.mean())))
-    plain_of = partial(simulate, lengths, 64, network=network, variants={}, draws=0)
-    load = replace(load, row_bytes=_smallest(lambda size: plain_of(replace(load, row_bytes=size))[0].bubble.value >= 0.28))
-    variants = {
-        "theirs": Techniques(balance=True, overlap=True, dedup=True, sm_free=True),
-        "ours": Techniques(balance=True, overlap=True, dedup=True, sm_free=True, split_backward=True, micro_batches=4),
-    }
-    figures: dict[str, float] = {}
-    print("FreeScale's set-up: bubble, removed share, speed-up, limit; predicted, by its zig-zag and by ours, and claimed")
-    for ranks, claimed in ((64, 0.63), (128, 0.82), (256, 0.903)):
-        plain, theirs = simulate(
-            lengths, ranks, load, network, assignment_mode="zigzag", variants={"theirs": variants["theirs"]}
-        )
-        ours = simulate(lengths, ranks, load, network, assignment_mode="slack", variants={"ours": variants["ours"]})[-1]
-        for name, each in (("theirs", theirs), ("ours", ours)):
-            figures |= {f"freescale_{ranks}_{name}_{key}": getattr(each, key).value for key in ("removed", "speed_up")}
-            figures |= {f"freescale_{ranks}_{name}_removed_{end}": getattr(each.removed, end) for end in ("low", "high")}
-        figures |= {f"freescale_{ranks}_bubble": plain.bubble.value, f"freescale_{ranks}_limit": plain.limit.value}
-        figures[f"freescale_{ranks}_claimed"] = claimed
-        shares = " and ".join(f"{of.removed.value:.1%} ({of.removed.low:.1%} - {of.removed.high:.1%})" for of in (theirs, ours))
-        print(f"{ranks:>5} ranks: b {plain.bubble.value:.1%}, removed {shares}, claimed {claimed:.1%}; "
-              f"{theirs.speed_up.value:.2f}x and {ours.speed_up.value:.2f}x of at most {plain.limit.value:.2f}x")  # fmt: skip
-    return figures
-
-
-def _lengths_of_stragglers(share: float) -> Floats:
-    """Return log-normal lengths up to 21,000 with which 64 ranks of 128 samples idle for this share of the time."""
-    low, high = 0.3, 3.0
-    for _ in range(25):
-        sigma = (low + high) / 2
-        lengths = np.random.default_rng(0).lognormal(np.log(2000), sigma, 20_000).clip(1, 21_000)
-        costs = lengths + lengths**2 * lengths.mean() / (lengths**2).mean()
-        ranks = np.random.default_rng(1).choice(costs, (40, 64, 128)).sum(axis=2)
-        low, high = (sigma, high) if 1 - (ranks.mean(axis=1) / ranks.max(axis=1)).mean() < share else (low, sigma)
-    return lengths
 
 
 if __name__ == "__main__":
