@@ -195,6 +195,40 @@ def test_the_pictures_show_the_results() -> None:
     assert {path.name: path.read_text() for path in picture.IMAGES.iterdir()} == picture.pictures(), "run `make figures`"
 
 
+RESULT = re.compile(r"(?<![\w.-])[-+]?(?:\d[\d,.]* ?(?:ms|µs|s|%|x|times|[KMG]i?B(?:/s)?)(?![\w/])|\d+\.\d+(?!\w|\.\d))")
+"""A number with the unit of a result, or a ratio. Rates of links are settings."""
+SETTINGS = [
+    "sleep of 1,440 ms",
+    "more than 0.1 %",
+    "15 s after the",
+    "95 % confidence",
+    "goal is at most 2 %",
+    "15 % of the compute is assumed",
+    "within 5 % of",
+]
+"""Settings and thresholds that are neither in a command nor in the first row or column of a table."""
+
+
+def _typed_figures(text: str) -> list[str]:
+    """Return the figures of a page that come from no result and are neither settings nor published ones."""
+    for table in figures.tables():
+        template = re.sub(r"\{[^}]*\}", "#", table.template)
+        text = table.pattern().sub(lambda _, template=template: template, text)
+    text = re.sub(r"^## Published .*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^.*\n(?=\|-)|^\|[^|]*|^- \*\*Command:.*|^.*[Pp]ublished .*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", without_code(text))
+    return RESULT.findall(re.sub("|".join(SETTINGS), "", text))
+
+
+def test_measured_figures_come_from_results() -> None:
+    pages = [ROOT / "README.md", *(DOCS / "benchmarks").glob("*.md")]
+    assert {page.name: found for page in pages if (found := _typed_figures(page.read_text()))} == {}, "see scripts/figures.py"
+    settings = "- **Command:** `a.py`, with 2 ms.\n| | 3 ms |\n|---|--:|\n| 4 KiB at 50 Mbit/s | # |\n[arXiv 2.3](x) 1.2.3"
+    typed = "It takes 0.5 ms, 1,200 MB or 3 % of 7 GB/s at 50 Mbit/s.\n| 1 ms | -1.25 | 2.0x |\nIt is 1.5."
+    assert _typed_figures(settings) == []
+    assert _typed_figures(typed) == ["0.5 ms", "1,200 MB", "3 %", "7 GB/s", "-1.25", "2.0x", "1.5"]
+
+
 def test_every_result_is_shown() -> None:
     shown = {name for table in figures.TABLES.iterdir() for name in table.read_text().partition("\n")[0].split()}
     assert {path.stem for path in figures.RESULTS.iterdir()} == shown, "add a table to benchmarks/tables, or remove the result"
