@@ -42,9 +42,10 @@ class MeasuredRun:
             self.known["batch_size"] = self._quantity(self.batch_size)
         if tables is not None:
             self.known |= {"rows": self._quantity(tables["rows"]), "row_bytes": self._quantity(tables["row_bytes"], "B")}
-        moved = next((each["moved_bytes"] for each in document["exchanges"] if each["name"] == "dense gradients"), None)
-        if moved is not None and self.ranks > 1:
-            reduced = moved * self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte that often
+        # of DDP's last bucket, and of the buckets that backward hides
+        moved = [each["moved_bytes"] for each in document["exchanges"] if each["name"].startswith("dense gradients")]
+        if moved and self.ranks > 1:
+            reduced = sum(moved) * self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte that often
             # the simulator shards the tables; earlier versions wrote no gradient_bytes
             share = 0.0 if tables is None else tables["reduced_bytes"] / max(tables.get("gradient_bytes", reduced), 1.0)
             self.known["dense_bytes"] = self._quantity(max(reduced * (1 - share), 0.0), "B")

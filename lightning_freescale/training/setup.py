@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
 """Which plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules to shard, see :func:`.choose_embeddings`."""
+_LEAST_BUCKET = 64 * 1024  # 10 ms at 50 Mbit/s; a bucket itself costs about 0.1 ms
 
 
 class TableStrategy:
@@ -297,7 +298,22 @@ def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | N
         sync_dense(module, sharded)
         return module
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
-    return DistributedDataParallel(module, device_ids=device_ids, **options)
+    return DistributedDataParallel(module, device_ids=device_ids, **_buckets(module, sharded, options), **options)
+
+
+def _buckets(module: nn.Module, sharded: Group[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``bucket_cap_mb`` for DDP on gloo, unless the user's options decide: 1/16 of the gradients, at least 64 KiB.
+
+    DDP's own buckets of 1 and 25 MiB hold all gradients of a small model, so their exchange would begin after backward. The
+    size is a function of the module, so that a resumed run has the same buckets: on 3 and more ranks, sums depend on them. A
+    resumed run cannot restore the buckets of a static graph (see :func:`.lay_out_buckets`), which keeps DDP's own.
+    """
+    if {"bucket_cap_mb", "bucket_cap_mb_list"} & options.keys() or options.get("static_graph"):
+        return {}
+    if dist.get_backend() != "gloo" or dist.get_world_size() == 1:  # a collective costs most on a device
+        return {}
+    reduced = (p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad and name not in sharded)
+    return {"bucket_cap_mb": min(max(sum(reduced) / 16, _LEAST_BUCKET) / 2**20, 25)}
 
 
 def sync_dense(module: nn.Module, sharded: Group[str]) -> None:

@@ -39,11 +39,11 @@ def at_epoch_end(path: Path) -> ModelCheckpoint:
 
 
 class InAnotherOrder(Seen):
-    """A model that uses its layers in another order than it has them. DDP then rearranges its buckets after the first step."""
+    """A model that uses its layers in another order than it has them. DDP then makes two buckets after the first step."""
 
     def __init__(self) -> None:
         super().__init__("sgd", dropout=0.0)
-        self.last, self.first, self.wide = nn.Linear(64, 1), nn.Linear(1, 16), nn.Linear(16, 64)
+        self.last, self.first, self.wide = nn.Linear(256, 1), nn.Linear(1, 128), nn.Linear(128, 256)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

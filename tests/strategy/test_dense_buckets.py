@@ -1,0 +1,79 @@
+"""The buckets in which DDP reduces dense gradients on gloo, for the Trainer and for Fabric, and the results under them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_freescale import FreeScaleStrategy
+from lightning_freescale.testing import run_distributed
+from tests.helpers.fabric_loop import fabric_for, run_loop, set_up
+from tests.helpers.overlap_training import Case, CountingModel, departures, fit_all
+from tests.helpers.recommender import DIM, Net
+
+OURS = [["4.bias", "4.weight", "2.bias", "2.weight"], ["0.bias", "0.weight"]]
+"""A bucket is complete with 64 KiB, which the second and the first layer have."""
+ONE = [[name for bucket in OURS for name in bucket]]
+WAYS: dict[str, tuple[dict[str, Any], list[list[str]]]] = {
+    "default": ({}, OURS),
+    "split": ({"split_backward": True}, OURS),
+    "view": ({"gradient_as_bucket_view": True}, OURS),
+    "unused": ({"find_unused_parameters": True}, [["2.bias", "4.weight", "4.bias"], ["0.bias", "2.weight"], ["0.weight"]]),
+    "user": ({"bucket_cap_mb": 25}, ONE),
+    "torch": ({"bucket_cap_mb": None}, ONE),
+    "static": ({"static_graph": True}, ONE),
+}
+
+
+class Wide(CountingModel):
+    """Keeps the names of the parameters in each of DDP's buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.hidden = _hidden()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if isinstance(self.trainer.strategy, FreeScaleStrategy):
+            self.statistics = _buckets(self.trainer.strategy.model)
+
+
+def _hidden() -> nn.Module:
+    return nn.Sequential(nn.Linear(2 * DIM, 1024), nn.Tanh(), nn.Linear(1024, 32), nn.Tanh(), nn.Linear(32, DIM))
+
+
+def _buckets(model: Any) -> list[list[str]]:
+    names = {p.data_ptr(): name.split("hidden.")[1] for name, p in model.module.named_parameters() if "hidden." in name}
+    return [[names[p.data_ptr()] for p in bucket.parameters()] for bucket in model.reducer._get_zeros_like_grad_buckets()]
+
+
+def _in_fabric() -> list[list[str]]:
+    net = Net()
+    net.hidden = _hidden()
+    fabric = fabric_for()
+    model, *rest = set_up(fabric, steps=3, net=net)
+    run_loop(fabric, model, *rest)
+    return _buckets(model._forward_module)
+
+
+def _fits() -> tuple[Any, Any]:
+    options: dict[str, Any] = {"devices": int(os.environ["WORLD_SIZE"]), "max_epochs": 1}
+    return fit_all({"wide": Case(Wide, options=options, notice=None)}, "ddp", *(way for way, _ in WAYS.values())), _in_fabric()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_buckets_of_at_least_64_kib_with_the_results_of_ddp(ranks: int) -> None:
+    found = run_distributed(_fits, ranks)
+    close = {"losses": (1e-5, 0.0), "weights": (1e-5, 1e-6), "states": (1e-5, 1e-6)}
+    assert departures({"wide": Case(notice=None)}, [fits for fits, _ in found], **close) == []
+    for fits, in_fabric in found:
+        buckets = {name: run.statistics for name, run in zip(WAYS, fits["wide"][1:], strict=True)}
+        assert buckets == {name: expected for name, (_, expected) in WAYS.items()}
+        assert in_fabric == OURS
