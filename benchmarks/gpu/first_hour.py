@@ -8,14 +8,17 @@ two_ranks   transports against gloo, training against ddp, and a killed rank
 host_time   waits and idle time of a step with overlap, with an inline exchange, and without overlap
 contention  cost of a transfer for the compute beside it; the longest part
 model       the step of the reference model; without a network between ranks it shows costs, and no gains
+uneven      cost of transfers with parts of different lengths; between GPUs, also NCCL with its zero-CTA policy
 
-two_ranks and contention need torch alone. Without a GPU, the parts run with small sizes or list what they skip.
+two_ranks, contention and uneven need torch alone. Without a GPU, the parts run with small sizes or list what they skip.
 
 The limits of all parts and of unpacking exceed 15 minutes together. If a machine is available for ten minutes per call, use two
 calls with different folders, because a run removes the results of an earlier run in its folder::
 
     first_hour.py --parts numbers,two_ranks --limit-minutes 9 --out first
     first_hour.py --parts host_time,contention,model --limit-minutes 9 --out second
+
+On several GPUs, run ``--parts uneven`` first.
 
 DIR/summary.md and DIR/summary.json contain all results, also while a part runs. part_*.json are the files of the parts, and
 log.txt is their output. The exit code is 1 if a part failed, exceeded its limit, did not run, or measured nothing although
@@ -39,7 +42,7 @@ from hour_process import run_limited
 from hour_summary import Summary
 
 HERE = Path(__file__).parent
-PARTS = {"numbers": 240, "two_ranks": 210, "host_time": 120, "contention": 180, "model": 180}  # seconds, in the order they run
+PARTS = {"numbers": 240, "two_ranks": 210, "host_time": 120, "contention": 180, "model": 180, "uneven": 180}  # seconds
 UNPACKING = 180.0  # seconds that --site may take
 
 

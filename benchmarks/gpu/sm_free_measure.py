@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,22 @@ ALONE = {
 }
 
 
-def lane(rank: Rank, plan: Plan, transport: str) -> None:
-    """Measure the package's process group: correctness, slow-down of compute, and work of the GPU. Collective."""
+def lane(rank: Rank, plan: Plan, transport: str, uneven: Sequence[bool] = (False,)) -> None:
+    """Measure the package's process group: correctness, slow-down of compute, and work of the GPU. Collective.
+
+    ``uneven`` states for each exchange whether its parts are uneven.
+    """
     rank.init_gloo()
     group = rank.make_lane(transport)
     cases, differing = sm_free_checks.equality(plan, group)
     _say_equality(rank, transport, cases, differing)
-    exchanges = sm_free_traffic.Exchanges(plan, group)
-    if rank.rank:
-        exchanges.serve()
-        return
-    _measure(rank, plan, transport, exchanges.step)
-    exchanges.stop()
+    for parts in uneven:
+        exchanges = sm_free_traffic.Exchanges(plan, group, parts)
+        if rank.rank:
+            exchanges.serve()
+        else:
+            _measure(rank, plan, f"{transport}_uneven" if parts else transport, exchanges.step)
+            exchanges.stop()
 
 
 def alone(rank: Rank, plan: Plan, name: str) -> None:
@@ -61,6 +66,41 @@ def symmetric(rank: Rank, plan: Plan) -> None:
     if rank.rank == 0:
         _measure(rank, plan, "symm_mem", step)
     dist.barrier()  # the peer's memory must live until here
+
+
+def communicators(rank: Rank, nbytes: int) -> None:
+    """Measure all-to-alls of two lanes at once on NCCL's copy engines: on one communicator, and on one per lane. Collective."""
+    from lightning_freescale.comm.transports.nccl import NcclCommunicator
+
+    rank.init_gloo()
+    made, free = [], [torch.cuda.mem_get_info()[0]]
+    for lane in range(2):
+        store = dist.PrefixStore(f"lane {lane}", dist.distributed_c10d._get_default_store())
+        device = torch.device("cuda", rank.device)
+        made.append(NcclCommunicator(rank.rank, 2, store, timedelta(seconds=rank.timeout), device))
+        free.append(torch.cuda.mem_get_info()[0])
+    streams = [torch.cuda.Stream() for _ in made]
+    for name, of_lanes in (("one communicator", [made[0]] * 2), ("one per lane", made)):
+
+        def exchange(of_lanes: list[NcclCommunicator] = of_lanes) -> None:
+            for place, (communicator, stream) in enumerate(zip(of_lanes, streams)):
+                sent, received = communicator.window[:, place * nbytes : (place + 1) * nbytes]
+                communicator.all_to_all(stream, received, sent)  # in the same order on both ranks
+            torch.cuda.synchronize()
+
+        kernels, shown = sm_free_checks.kernels(exchange)
+        ms = 1000 * float(np.median([_seconds(exchange) for _ in range(20)]))
+        rank.say(("row", {"lanes": name, "ms": ms, "kernels in a step": kernels, "all that the GPU does": shown}))
+        rank.say(("figure", {"name": f"{name.replace(' ', '_')}_ms", "value": ms}))
+    window = made[1].window.nbytes
+    rank.say(("figure", {"name": "communicator_mib", "value": (free[1] - free[2] - window) / MIB}))
+
+
+def _seconds(exchange: Callable[[], None]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    exchange()
+    return time.perf_counter() - begin
 
 
 def turns(plan: Plan, works: dict[str, Callable[[], object]], beside: str, step: Step) -> Figures:

@@ -18,10 +18,17 @@ AHEAD = 2  # copies that are queued before the host waits for one
 
 
 class Exchanges:
-    """All-to-alls between the two processes; before each, rank 0 announces whether another one follows."""
+    """All-to-alls between the two processes; before each, rank 0 announces whether another one follows.
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup) -> None:
+    The parts are equal, or the peer's is three times the own one.
+    """
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, uneven: bool = False) -> None:
         self._group = group
+        self._to_peer = plan.nbytes * 3 // 4 if uneven else plan.nbytes // 2
+        own_last = dist.get_rank() == 1
+        sizes = [self._to_peer, plan.nbytes - self._to_peer] if own_last else [plan.nbytes - self._to_peer, self._to_peer]
+        self._sizes = sizes if uneven else None
         self._outgoing = torch.zeros(plan.nbytes, dtype=torch.uint8, device=plan.device)
         self._incoming = torch.empty_like(self._outgoing)
         self._stream = torch.cuda.Stream() if plan.on_gpu else None
@@ -30,7 +37,7 @@ class Exchanges:
         """Make one exchange; return the bytes that go to the peer."""
         self._another(True)
         self._exchange()
-        return self._outgoing.nbytes // 2
+        return self._to_peer
 
     def stop(self) -> None:
         """Announce to the peer that no exchange follows."""
@@ -47,12 +54,11 @@ class Exchanges:
         return bool(said)
 
     def _exchange(self) -> None:
-        if self._stream is None:
-            dist.all_to_all_single(self._incoming, self._outgoing, group=self._group, async_op=True).wait()
-            return
-        with torch.cuda.stream(self._stream):
-            dist.all_to_all_single(self._incoming, self._outgoing, group=self._group, async_op=True).wait()
-        self._stream.synchronize()
+        with torch.cuda.stream(self._stream):  # None changes nothing
+            all_to_all = (self._incoming, self._outgoing, self._sizes, self._sizes)
+            dist.all_to_all_single(*all_to_all, group=self._group, async_op=True).wait()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def queued(copies: list[tuple[torch.cuda.Stream, Callable[[], Any]]], nbytes: int) -> Step:

@@ -35,6 +35,7 @@ class Rank:
 
     Attributes:
         rank: 0 or 1.
+        device: index of its GPU, if there is one.
         timeout: seconds of its process groups.
         say: sends a picklable object to the caller of :func:`run`; on rank 0 alone.
     """
@@ -42,6 +43,7 @@ class Rank:
     rank: int
     timeout: float
     say: Callable[[Any], None]
+    device: int = 0
 
     def init_gloo(self) -> None:
         """Create the default process group, with CUDA in use if there is a GPU. Collective.
@@ -49,7 +51,7 @@ class Rank:
         The package's groups check which GPU the ranks use when they are created; two ranks on one GPU do not use NCCL.
         """
         if torch.cuda.is_available():
-            torch.cuda.set_device(0)
+            torch.cuda.set_device(self.device)
         dist.init_process_group("gloo", rank=self.rank, world_size=2, timeout=timedelta(seconds=self.timeout))
 
     def make_lane(self, transport: str) -> dist.ProcessGroup:
@@ -67,47 +69,50 @@ class Rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(work: Callable[..., None], *args: Any, timeout: float, group_timeout: float | None = None) -> Iterator[Any]:
+def run(
+    work: Callable[..., None], *args: Any, timeout: float, group_timeout: float | None = None, devices: int = 1
+) -> Iterator[Any]:
     """Call ``work(Rank, *args)`` in two new processes, and yield the messages of rank 0 as they arrive.
 
-    The processes have the environment of two nodes with one device each, as Lightning reads it. Both see the same GPU. If rank
-    1 is killed, this is no failure, and the messages of rank 0 count.
+    The processes have the environment of two nodes with one device each, as Lightning reads it. Both see all GPUs. If rank 1 is
+    killed, this is no failure, and the messages of rank 0 count.
 
     Args:
         work: a function of a module; on rank 0 it reports its results.
         *args: for ``work``.
         timeout: seconds after which both are ended.
         group_timeout: seconds of their process groups; None: as ``timeout``.
+        devices: 1 if both use the first GPU, 2 if each has its own.
 
     Raises:
         PairFailed: a process raised, or died; the other one is ended.
         TimeoutError: they took longer than ``timeout``; both are ended.
     """
     with _reserved_port() as port:
-        yield from _run(work, args, port, timeout, group_timeout or timeout)
+        yield from _run(work, args, port, timeout, group_timeout or timeout, devices)
 
 
-def lacking(transport: str) -> str:
-    """Return the reason why two ranks on this machine's one device cannot use a transport; empty if they should be able to."""
+def lacking(transport: str, devices: int = 1) -> str:
+    """Return the reason why two ranks on so many devices cannot use a transport; empty if they should be able to."""
     from lightning_freescale.comm.transports.cuda_driver import import_cuda_bindings
 
     if transport in ("host", "native"):  # torch's own backend of ranks that share a GPU is gloo
         return ""
     if not torch.cuda.is_available():
         return "no CUDA device, and it moves CUDA tensors"
-    if transport == "nccl-zero-cta":
+    if transport == "nccl-zero-cta" and devices == 1:
         return "NCCL takes no two ranks on one GPU"
     return "" if import_cuda_bindings() is not None else "the package cuda-bindings cannot be imported"
 
 
-def _run(work: Callable[..., None], args: Any, port: int, timeout: float, group_timeout: float) -> Iterator[Any]:
+def _run(work: Callable[..., None], args: Any, port: int, timeout: float, group_timeout: float, devices: int) -> Iterator[Any]:
     context = mp.get_context("spawn")  # CUDA does not survive a fork
     ends: dict[Connection, int] = {}
     processes = []
     try:
         for rank in range(2):
             here, there = context.Pipe(duplex=False)
-            about = (rank, port, group_timeout, there)
+            about = (rank, rank % devices, port, group_timeout, there)
             processes.append(context.Process(target=_process, args=(work, args, *about), daemon=True))
             processes[-1].start()
             there.close()
@@ -157,14 +162,14 @@ def _end(process: Any) -> None:
         _children.discard(process)  # or Python would wait for it when this process ends
 
 
-def _process(work: Callable[..., None], args: Any, rank: int, port: int, timeout: float, end: Connection) -> None:
+def _process(work: Callable[..., None], args: Any, rank: int, device: int, port: int, timeout: float, end: Connection) -> None:
     die_with_parent()
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(rank))
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # both are on one GPU, and torch refuses that otherwise
     os.environ.pop("LOCAL_RANK", None)
     try:
-        work(Rank(rank, timeout, lambda value: end.send((_SAID, value)) if rank == 0 else None), *args)
+        work(Rank(rank, timeout, lambda value: end.send((_SAID, value)) if rank == 0 else None, device), *args)
     except BaseException:
         end.send((_RAISED, traceback.format_exc()))
     else:

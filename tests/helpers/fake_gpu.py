@@ -111,6 +111,8 @@ class FakeDriver:
     """
 
     device = torch.device("cpu")
+    kernels = 0
+    """Kernels that a captured operation has."""
 
     def __init__(self, seed: int = 0, slow: float = 2e-4, serial: bool = False) -> None:
         self._random, self._slow, self._serial = random.Random(seed), slow, serial
@@ -166,6 +168,13 @@ class FakeDriver:
 
         if awaited:
             stream.put(wait)
+
+    def count_kernels(self, stream: FakeStream, enqueue: Callable[[], object]) -> int:
+        captured: list[Any] = []
+        stream.put = captured.append  # type: ignore[method-assign, assignment]
+        enqueue()
+        del stream.put
+        return self.kernels * len(captured)
 
     def allocate_pinned(self, length: int) -> Tensor:
         return keep(torch.zeros(length, dtype=torch.int32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -92,6 +92,24 @@ class CudaDriver:
         for word, value in zip(words, values):
             word.waitValue.value = value % WRAP  # CUDA copies it in the call
         self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(words), words, 0)
+
+    def count_kernels(self, stream: Any, enqueue: Callable[[], object]) -> int:
+        """Return the number of kernels that ``enqueue`` launches on the stream. They are captured in a graph and do not run."""
+        handle = self._handles[stream.cuda_stream]
+        # only this mode allows the calls of other threads, and NCCL's own
+        self._call("cuStreamBeginCapture", handle, self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            enqueue()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error matters
+                self._call("cuStreamEndCapture", handle)
+            raise
+        graph = self._call("cuStreamEndCapture", handle)
+        _, count = self._call("cuGraphGetNodes", graph, 0)
+        nodes, _ = self._call("cuGraphGetNodes", graph, count)
+        kinds = [self._call("cuGraphNodeGetType", node) for node in nodes]
+        self._call("cuGraphDestroy", graph)
+        return kinds.count(self._cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
 
     def allocate_pinned(self, length: int) -> Tensor:
         """Return pinned host memory for ``length`` words, int32."""

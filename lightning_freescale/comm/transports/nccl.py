@@ -5,49 +5,59 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale._runtime.worker import call_on_daemon
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align, nap
+from lightning_freescale.comm.transports.peer_link import PEER_BYTES
 from lightning_freescale.comm.transports.transport import Transfer
 
 _ALIGN = 16
+_GRACE = 5.0
+"""The time for NCCL to end its collectives after a failure, in seconds."""
 
 
 class NcclCommunicator:
     """A separate communicator with the zero-CTA policy, and its memory. The constructor is collective. Not tested on GPU.
 
+    NCCL 2.31 has a policy per collective, but torch cannot pass it up to version 2.14. A communicator for all lanes would also
+    need one order of the collectives of all lanes on all ranks. Lanes run on separate threads, and ranks agree within a lane.
+
     The memory comes from NCCL's allocator through a pool of torch. The pool is registered after the allocation, because later
     allocations do not become part of the window.
 
     Attributes:
-        window: uint8 of shape ``[2, size * slot]`` in a symmetric window. A slot has at least ``chunk_bytes`` bytes.
+        window: uint8 of shape ``[2, size * slot]`` in a symmetric window, at most ``PEER_BYTES``. All ranks have the same slot.
     """
 
-    def __init__(
-        self, rank: int, size: int, chunk_bytes: int, store: dist.Store, timeout: timedelta, device: torch.device
-    ) -> None:
+    def __init__(self, rank: int, size: int, store: dist.Store, timeout: timedelta, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         options._timeout = 2 * timeout  # then NCCL's watchdog may end the process; the transport raises earlier
         self._nccl: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._nccl.eager_connect_single_device(device)  # a window belongs to a communicator
         self._pool = torch.cuda.MemPool(self._nccl.mem_allocator)
+        slot = PEER_BYTES // (2 * size) // _ALIGN * _ALIGN
         with torch.cuda.use_mem_pool(self._pool):
-            self.window = torch.empty((2, size * align(chunk_bytes, _ALIGN)), dtype=torch.uint8, device=device)
+            self.window = torch.empty((2, size * slot), dtype=torch.uint8, device=device)
         self._nccl.register_mem_pool(self._pool, symm=True)
 
     def all_to_all(self, stream: Any, output: Tensor, input: Tensor) -> None:
         """Enqueue the all-to-all of uint8 of shape ``[size * width]``. Split sizes would make NCCL launch kernels."""
+        options = dist.AllToAllOptions()
+        options.asyncOp = False  # otherwise NCCL waits for peers on a stream that torch may share with other work
         with torch.cuda.stream(stream):
-            self._nccl.alltoall_base(output, input, [], [], dist.AllToAllOptions()).wait()
+            self._nccl.alltoall_base(output, input, [], [], options)
 
     def abort(self) -> None:
-        """End collectives in flight. Call this once."""
+        """End collectives in flight. Call this once. It may not return while a stream waits for a peer."""
         self._nccl.abort()
 
 
@@ -55,9 +65,9 @@ class ZeroCtaTransport:
     """A :class:`.Transport` for CUDA tensors through NCCL's all-to-all of equal parts, in one NVLink domain.
 
     NCCL uses copy engines only if both buffers are in a symmetric window and there are no split sizes. Otherwise, it launches
-    kernels without a warning. The parts are therefore packed into equal slots of a window, in rounds of one chunk per pair of
-    ranks. The largest part of any rank determines the width of the slots, so uneven parts are padded. To verify that copy
-    engines are used, set ``NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING``: NCCL then prints "Copy Engine".
+    kernels without a warning, which :meth:`require_copy_engines` detects. The parts are therefore packed into equal slots of a
+    window, in rounds of one slot per pair of ranks. The largest part of any rank determines the width of the slots, so a
+    transfer moves ``size`` times the largest part from every rank. No round is wider than the rest of the largest part.
 
     If a rank is late, the transport aborts NCCL's communicator and cannot be used afterwards. Not tested on GPU.
     """
@@ -71,6 +81,24 @@ class ZeroCtaTransport:
         self._busy = threading.Lock()
         self._closed = False
         self._kept: Transfer | None = None
+
+    def require_copy_engines(self, timeout: timedelta) -> None:
+        """Raise a RuntimeError if NCCL launches kernels for an all-to-all in the window. Collective.
+
+        The first all-to-all connects the ranks and runs. The second one is captured and does not run.
+        """
+        packed, arrived = self._communicator.window
+        all_to_all = partial(self._communicator.all_to_all, self._stream, arrived, packed)
+        with self._driver.active():
+            all_to_all()
+            self._wait(timeout)
+            kernels = self._driver.count_kernels(self._stream, all_to_all)
+        if kernels:
+            raise RuntimeError(
+                f"NCCL launches {kernels} kernels for an all-to-all in a symmetric window instead of using copy engines. Unset "
+                "NCCL_CTA_POLICY, NCCL_WIN_ENABLE, NCCL_CUMEM_ENABLE, NCCL_P2P_DISABLE and NCCL_P2P_LEVEL in the environment, "
+                "/etc/nccl.conf and ~/.nccl.conf. NCCL_DEBUG=INFO prints which of them NCCL reads"
+            )
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
         with self._busy, self._driver.active():
@@ -90,8 +118,13 @@ class ZeroCtaTransport:
 
     def close(self) -> None:
         self._abort()
-        with self._busy, self._driver.active():
-            self._driver.destroy_streams()
+        if not self._busy.acquire(timeout=_GRACE):  # a call of NCCL does not return
+            return
+        try:
+            with self._driver.active():
+                self._driver.destroy_streams()
+        finally:
+            self._busy.release()
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source to its target, up to the length of the shorter one."""
@@ -119,4 +152,5 @@ class ZeroCtaTransport:
     def _abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._communicator.abort()
+            # NCCL frees memory, for which CUDA waits until the streams end. If a peer never comes, only this thread waits.
+            wait([call_on_daemon(self._communicator.abort, "freescale abort")], _GRACE)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from lightning_freescale._runtime.error_text import error_text
+from lightning_freescale._runtime.worker import call_on_daemon
 from lightning_freescale.comm.options import ProcessGroupFreeScaleOptions
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver
 from lightning_freescale.comm.transports.host import HostTransport
@@ -54,9 +57,12 @@ def set_up_transport(
         raise TransportRefused(f"transport={kind!r} {reason}")
     p2p = host.p2p
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
-    transport, reason = None, ""
+    transport, reason, limit = None, "", 0.8 * timeout.total_seconds()  # other ranks wait longer for the reason
+    built = call_on_daemon(partial(build_transport, kind, host, near, store, timeout), "freescale set-up")
     try:
-        transport = build_transport(kind, host, near, store, timeout)
+        transport = built.result(limit)
+    except NotInTime:  # NCCL and torch's symmetric memory wait for a rank that has failed
+        reason = f"the set-up did not end within {limit:g} s"
     except Exception as error:  # all ranks receive the text
         reason = error_text(error)
     reasons = p2p.gather_json(reason)
@@ -125,11 +131,17 @@ def build_transport(kind: str, host: HostTransport, near: list[int], store: dist
 
     ``near`` contains the ranks of the group on this host, this one included. Not tested on GPU.
     """
-    p2p, chunk_bytes = host.p2p, host.options.chunk_bytes
+    p2p = host.p2p
     device = torch.device("cuda", torch.cuda.current_device())
     if kind == "nccl-zero-cta":
-        communicator = NcclCommunicator(p2p.rank, p2p.size, chunk_bytes, store, timeout, device)
-        return ZeroCtaTransport(CudaDriver(device), communicator, p2p.size)
+        communicator = NcclCommunicator(p2p.rank, p2p.size, store, timeout, device)
+        zero_cta = ZeroCtaTransport(CudaDriver(device), communicator, p2p.size)
+        try:
+            zero_cta.require_copy_engines(timeout)
+        except BaseException:
+            zero_cta.close()
+            raise
+        return zero_cta
     driver, near_store = CudaDriver(device), dist.PrefixStore(f"from {near[0]}", store)
     chunk = SymmetricBuffer.largest_chunk(len(near))
     buffer = allocate_symmetric_buffer(near.index(p2p.rank), len(near), chunk, device, near_store)

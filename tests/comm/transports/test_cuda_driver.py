@@ -9,6 +9,7 @@ import subprocess
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,14 @@ class _Driver(CudaDriver):
         return super()._call(name, *args)
 
 
+def _enqueue(driver: _Driver, stream: Any, to: list[Any], at: list[Any], words: list[Any], kernels: int) -> None:
+    """Enqueue a copy, a wait that would never end, and kernels."""
+    driver.copy(stream, to, at, [160, 640])
+    driver.wait_words(stream, words, [100])
+    for _ in range(kernels):
+        driver._call("cuLaunchKernel", 1, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, 0, 0)
+
+
 def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
     """Return the calls that moved the bytes, and whether there was a warning."""
     os.environ["STUB_CUDA_VERSION"] = str(version)
@@ -55,6 +64,10 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
     stream, words = driver.create_stream(), [driver.word(word.data_ptr())]
     with pytest.raises(RuntimeError, match=r"cuStreamBatchMemOp .*cuda:0.*CUDA_ERROR_INVALID_CONTEXT"):
         driver.wait_words(stream, words, [1])
+    with driver.active():
+        kernels = [driver.count_kernels(stream, partial(_enqueue, driver, stream, to, at, words, count)) for count in (0, 2)]
+        with pytest.raises(KeyError):
+            driver.count_kernels(stream, {}.popitem)
     driver.called.clear()
     driver.copy(stream, [], [], [])
     driver.wait_words(stream, [], [])
@@ -73,6 +86,7 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
         driver.destroy_streams()
     assert torch.equal(targets, sources)
     called, warned = driver.called, []
+    assert kernels == [0, 2]
     for cuda.CUDA_VERSION in (12080, 13000):
         warned.append(any("CUDA driver" in str(each.message) for each in _Driver().warned))
     return called, warned

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_freescale.comm.transports import nccl as nccl_transport
+from lightning_freescale.comm.transports import selection
 from lightning_freescale.comm.transports.nccl import ZeroCtaTransport
-from tests.helpers.fake_gpu import FakeDriver, FakeStream, keep
+from tests.helpers.fake_gpu import FakeDriver, FakeStream, keep, on_ranks
 from tests.helpers.gpu_transfers import lengths, moved, transfer
 
 
@@ -75,6 +80,96 @@ def test_a_rank_that_does_not_come_ends_it() -> None:
         transport.move(transfer(0, table, 2), lambda: None)
     transport.close()
     assert nccl.aborted == [1, 0]
+
+
+def test_an_abort_of_nccl_that_does_not_return_delays_the_error_by_no_more_than_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nccl_transport, "_GRACE", 0.1)
+    nccl, released = FakeNccl(2, 16), threading.Event()
+    transport = nccl.transport(0)
+    transport._communicator.abort = released.wait  # CUDA frees memory after the streams have ended
+    caller = threading.Thread(target=on_ranks, args=(1, lambda _: transport.move(transfer(0, [[9, 9]] * 2, 1, 0.1), print)))
+    caller.start()
+    caller.join(10)
+    assert not caller.is_alive() and transport._closed
+    transport._busy.acquire()  # as a call of NCCL does that does not return
+    transport.close()
+    assert not transport._driver.closed
+    released.set()
+    nccl._barrier.abort()
+
+
+class _Group:
+    """Stands in for ``ProcessGroupNCCL`` of the ranks on threads."""
+
+    NCCL_CTA_POLICY_ZERO = 2
+    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+    mem_allocator = "of NCCL"
+    streams: Any = threading.local()
+
+    def __init__(self, nccl: FakeNccl, store: Any, rank: int, size: int, options: Any) -> None:
+        assert options.config.cta_policy == 2 and options._timeout == 2 * timedelta(seconds=20)
+        self._nccl, self._rank, self._done = nccl, rank, []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._done.append("connect")
+
+    def register_mem_pool(self, pool: Any, symm: bool) -> None:
+        assert self._done == ["connect"] and pool.allocator == self.mem_allocator and pool.used == ["entered", "left"] and symm
+        self._done.append("register")
+
+    def alltoall_base(self, output: Tensor, input: Tensor, *given: Any) -> None:
+        assert self._done == ["connect", "register"] and given[:2] == ([], []) and not given[2].asyncOp
+        self._nccl.calls[self._rank].append(len(input))
+        _Group.streams.current.put(partial(self._nccl._run, self._rank, output, input))
+
+    def abort(self) -> None:
+        self._nccl.aborted[self._rank] += 1
+
+
+@contextmanager
+def _marking(marks: list[str]) -> Any:
+    marks.append("entered")
+    yield
+    marks.append("left")
+
+
+@pytest.mark.parametrize("kernels", [0, 3])
+def test_a_lane_whose_nccl_would_launch_kernels_is_refused_and_nothing_is_left(
+    kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the communicator has the policy, and its memory a window, before the first of two all-to-alls."""
+    size, nccl, drivers = 2, FakeNccl(2, 16), [FakeDriver(rank) for rank in range(2)]
+
+    @contextmanager
+    def current(stream: FakeStream) -> Any:
+        _Group.streams.current = stream
+        yield
+
+    given = iter(drivers)
+    monkeypatch.setattr(nccl_transport, "PEER_BYTES", 140)
+    monkeypatch.setattr(FakeDriver, "kernels", kernels)
+    monkeypatch.setattr(selection, "CudaDriver", lambda device: next(given))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, empty=torch.empty: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(allocator=allocator, used=[]))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: _marking(pool.used))
+    group = type("Group", (_Group,), {"__init__": lambda self, *given: _Group.__init__(self, nccl, *given)})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
+
+    def build(rank: int) -> Any:
+        host: Any = SimpleNamespace(p2p=SimpleNamespace(rank=rank, size=size))
+        return selection.build_transport("nccl-zero-cta", host, [0, 1], dist.HashStore(), timedelta(seconds=20))
+
+    built = on_ranks(size, build)
+    assert nccl.calls == [[64, 64]] * 2, "32 bytes for each rank, in two halves of at most 70 bytes"
+    if kernels:
+        assert all("3 kernels" in str(error) and "NCCL_CTA_POLICY" in str(error) for error in built)
+        assert nccl.aborted == [1, 1] and all(driver.closed for driver in drivers)
+    else:
+        assert moved(built, [lengths(2, 200, seed) for seed in range(3)]) == [[[]] * 3] * 2
 
 
 def test_closing_ends_what_nccl_has_in_flight() -> None:

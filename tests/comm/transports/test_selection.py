@@ -138,14 +138,14 @@ def _p2ps(size: int) -> list[Any]:
     return [SimpleNamespace(rank=rank, size=size, ranks=ranks, gather_json=partial(gather, rank)) for rank in range(size)]
 
 
-def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any) -> list[Any]:
+def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any, seconds: float = 5) -> list[Any]:
     """Return the transport of every rank if ``build`` creates it."""
     monkeypatch.setattr(selection, "build_transport", lambda kind, host, near, *rest: build(host.p2p.rank, kind, near))
     p2ps = _p2ps(where.size)
 
     def run(rank: int) -> Any:
         host: Any = SimpleNamespace(p2p=p2ps[rank])
-        made: Any = set_up_transport(named, where, host, dist.HashStore(), timedelta(seconds=5))
+        made: Any = set_up_transport(named, where, host, dist.HashStore(), timedelta(seconds=seconds))
         return "host" if made is host else made
 
     return on_ranks(where.size, run)
@@ -176,6 +176,22 @@ def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatc
     results = _set_up(monkeypatch, _hosts(2), "peer", build)
     assert made.closed
     assert all(isinstance(result, TransportRefused) and "rank 11: RuntimeError: no memory" in str(result) for result in results)
+
+
+def test_a_rank_that_waits_in_the_set_up_for_one_that_failed_gives_up_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check NCCL, which waits without a limit."""
+
+    def build(rank: int, *rest: Any) -> Any:
+        if rank:
+            raise RuntimeError("no memory")
+        failed.wait()
+
+    failed = threading.Event()
+    for refused in _set_up(monkeypatch, _hosts(2), "nccl-zero-cta", build, seconds=1):
+        assert "rank 10: the set-up did not end within 0.8 s; rank 11: RuntimeError: no memory" in str(refused)
+    failed.set()
 
 
 DIFFERING: list[tuple[str, list[Any]]] = [
