@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_freescale.comm.transports.cuda_driver import CudaDriver, align
 
 PEER_BYTES = 256 * 1024 * 1024
-"""The memory for chunks that ``"peer"``, ``"two-level"`` and ``"nccl-zero-cta"`` use on every GPU for each lane. A rank sends half
-of it in one round, after which the lane may pause."""
+"""The memory for chunks that ``"peer"``, ``"two-level"`` and ``"nccl-zero-cta"`` use on every GPU for each lane. A rank sends
+half of it in one round, after which the lane may pause."""
 _ALIGN = 256
 """The alignment that suits copy engines, in bytes."""
 _AHEAD = 4
