@@ -89,13 +89,10 @@ def test_an_abort_of_nccl_that_does_not_return_delays_the_error_by_no_more_than_
     nccl, released = FakeNccl(2, 16), threading.Event()
     transport = nccl.transport(0)
     transport._communicator.abort = released.wait  # CUDA frees memory after the streams have ended
-    caller = threading.Thread(target=on_ranks, args=(1, lambda _: transport.move(transfer(0, [[9, 9]] * 2, 1, 0.1), print)))
-    caller.start()
-    caller.join(10)
-    assert not caller.is_alive() and transport._closed
+    (error,) = on_ranks(1, lambda rank: transport.move(transfer(rank, [[9, 9]] * 2, 1, 0.1), lambda: None), timeout=10)
+    assert isinstance(error, dist.DistBackendError) and "0.1 s" in str(error)
     transport._busy.acquire()  # as a call of NCCL does that does not return
-    transport.close()
-    assert not transport._driver.closed
+    assert on_ranks(1, lambda rank: transport.close(), timeout=10) == [None] and not transport._driver.closed
     released.set()
     nccl._barrier.abort()
 
