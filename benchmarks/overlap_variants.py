@@ -375,6 +375,11 @@ def build(names: Sequence[str], rows: int, dim: int, seconds: float, ranks_per_n
 
 def _with_torchrec(model: Recommender) -> nn.Module:
     apply_optimizer_in_backward(RowWiseAdagrad, model.items.parameters(), dict(ADAGRAD))
+    return with_torchrec(model)
+
+
+def with_torchrec(model: Any) -> nn.Module:
+    """Shard the collection ``items`` of a model by rows with TorchRec, and wrap the model. Collective."""
     sharder, world, group = EmbeddingCollectionSharder(), dist.get_world_size(), dist.new_group()
     how = {"item": row_wise(compute_kernel="fused")}
     plan = construct_module_sharding_plan(

@@ -1,0 +1,345 @@
+"""Fits with real compute that ``real_compute.py`` compares: data, models, Lightning's Trainer and TorchRec's pipeline."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+sys.path += [str(Path(__file__).parents[1] / "examples"), str(Path(__file__).resolve().parent)]
+
+import hstu
+import ladder_fits
+import lengths
+import lightning as L
+import numpy as np
+import overlap_variants
+import overlap_wire
+import overlap_workload
+import peers
+import sasrec
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.remote_device import _remote_device
+from torch.utils.data import DataLoader, Dataset
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.streamable import Pipelineable
+
+from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
+from lightning_freescale.balance import CostModel
+from lightning_freescale.embeddings.sharding import TableSharding
+
+RUNGS: dict[str, dict[str, Any]] = {
+    "floor": {"overlap": "torchrec"},
+    "floor-drawn": {"overlap": "torchrec"},
+    "ddp": {},
+    "plain": {"overlap": "torchrec"},
+    "pipeline": {},
+    "verl": {"overlap": "torchrec"},
+    "nvidia": {"overlap": "torchrec"},
+    "grouped": {"overlap": "torchrec"},
+    "balance": {"overlap": "torchrec"},
+    "overlap": {"dedup": False},
+    "dedup": {},
+    "split": {"split_backward": True},
+}
+"""The options of the strategy for each rung."""
+BALANCED = ("floor", "balance", "overlap", "dedup", "split")
+"""The rungs with our plan; the others have samples as drawn, or the plan that they are named after."""
+SKIPPED = 8
+"""Steps at the beginning of a fit: pipelines fill, DDP orders its buckets, and padded batches are detected."""
+DIM, NEGATIVES, ADAGRAD = 64, 512, {"lr": 0.01}
+
+
+# -- data
+
+
+class Histories(Dataset[dict[str, Any]]):
+    """Histories with the lengths of a data set and Zipf-distributed items, drawn from their index."""
+
+    def __init__(self, options: Any) -> None:
+        random = np.random.default_rng(overlap_workload.SEED)
+        _, known = lengths.read_lengths(options.data or overlap_workload.RATINGS)
+        samples = (options.steps + SKIPPED + 2) * options.batch * int(os.environ["WORLD_SIZE"])
+        # the last item is only a target
+        self.lengths = (np.minimum(random.choice(known, samples), options.max_length + 1) - 1).clip(min=1).astype(np.int64)
+        popularity = np.cumsum(np.arange(1, options.rows + 1, dtype=np.float64) ** -overlap_workload.EXPONENT)
+        drawn = random.random(int(self.lengths.sum()) + samples) * popularity[-1]
+        items = random.permutation(options.rows)[np.searchsorted(popularity, drawn)]
+        self._items = np.split(items, np.cumsum(self.lengths + 1)[:-1])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        items = self._items[index]
+        return {"item": items[:-1], "target": items[1:], "time": np.arange(len(items) - 1) * 3600, "user": index}
+
+
+def batches_of(name: str, data: Histories, options: Any, seed: int) -> list[list[NDArray[np.int64]]]:
+    """Return the samples of each rank (inner list) in each step, for a rung without our plan."""
+    world, steps = dist.get_world_size(), options.steps + SKIPPED
+    drawn = FreeScaleDataModule(data, data.lengths, options.batch, cost=cost(options), balance=False, seed=seed)
+    sampler = drawn.train.sampler(0, world)
+    plans = [sampler.plan(0, step) for step in range(steps)]
+    if name == "grouped":
+        order = _by_length(np.concatenate([np.concatenate(plan) for plan in plans]), data.lengths, options.batch)
+        return [list(step.reshape(options.batch, world).T) for step in order.reshape(steps, -1)]
+    if name in ("verl", "nvidia"):
+        divide = peers.load_peers(options.peers)[name]
+        for step, plan in enumerate(plans):
+            samples = np.concatenate(plan)
+            whole = [[int(each) for each in values[samples]] for values in (data.lengths, cost(options)(data.lengths))]
+            plans[step] = [samples[list(part)] for part in divide(*whole, world)]
+    return plans
+
+
+def _by_length(order: NDArray[np.int64], lengths_of: NDArray[np.int64], batch: int) -> NDArray[np.int64]:
+    """Sort every 50 batches of an order by length, as Hugging Face's ``group_by_length`` does. Steps get other samples."""
+    groups = np.split(order, range(50 * batch, len(order), 50 * batch))
+    return np.concatenate([group[np.argsort(-lengths_of[group], kind="stable")] for group in groups])
+
+
+# -- models
+
+
+def clocks() -> tuple[float, float]:
+    """Return the seconds of wall time and of this process's processor time."""
+    return time.perf_counter(), time.process_time()
+
+
+class Timed(L.LightningModule):
+    """Records the wall time and the processor time at the start of each step."""
+
+    began: list[tuple[float, float]]
+
+    def on_train_start(self) -> None:
+        """Begin."""
+        self.began = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Record the start of a step."""
+        self.began.append(clocks())
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log nothing."""
+
+
+class HSTU(Timed, hstu.HSTURecommender):
+    """The reference HSTU."""
+
+    table = "items"
+
+    def rows(self, found: Any, batch: Any) -> Any:
+        """Return what a lookup of the batch returns, from the rows that were looked up."""
+        return found
+
+    @staticmethod
+    def ids(batch: Any) -> KeyedJaggedTensor:
+        """Return the ids of all lookups."""
+        ids: KeyedJaggedTensor = batch["ids"]
+        return ids
+
+
+class WholeHSTU(HSTU):
+    """The reference HSTU with one optimizer for all parameters. An optimizer in backward would not reduce the gradients."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        with patch.object(hstu, "apply_optimizer_in_backward"):
+            super().__init__(*arguments, **named)
+
+
+class PaddedSASRec(Timed, sasrec.SASRec):
+    """SASRec on padded batches, with Adagrad, because FBGEMM has no Adam for CPUs."""
+
+    def rows(self, found: Any, batch: Any) -> Tensor:
+        """Return what a lookup of the batch returns, from the rows that were looked up."""
+        rows: Tensor = found["item"].values()
+        return rows.view(*batch["ids"].shape, -1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer of all parameters."""
+        return torch.optim.Adagrad(self.parameters(), **ADAGRAD)
+
+    @staticmethod
+    def ids(batch: Any) -> KeyedJaggedTensor:
+        """Return the ids of all lookups."""
+        values = batch["ids"].flatten()
+        return KeyedJaggedTensor(["item"], values, lengths=torch.tensor([len(values)]).int())
+
+
+def new_model(name: str, options: Any) -> Any:
+    torch.manual_seed(0)
+    if options.model == "sasrec":
+        return PaddedSASRec(options.rows, options.max_length, DIM, options.layers, dropout=0.0)
+    return (WholeHSTU if name == "ddp" else HSTU)(options.rows, DIM, options.layers, dropout=0.0)
+
+
+def collate_of(options: Any) -> Any:
+    if options.model == "sasrec":
+        return partial(sasrec.collate, num_items=options.rows)
+    return hstu.CollateWithNegatives(options.rows, NEGATIVES)
+
+
+def cost(options: Any) -> CostModel:
+    """Return the multiply-adds of the model."""
+    return CostModel.from_config(DIM, options.layers, feedforward=DIM if options.model == "sasrec" else 0)
+
+
+# -- fits
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Wall and processor seconds of each counted step on this rank, shape ``[steps, 2]``.
+
+    Rank 0 also has shares of all ranks' time and a typical step, except of a pipeline.
+    """
+
+    seconds: NDArray[np.float64]
+    shares: dict[str, float]
+    step: list[list[Any]]
+
+
+def fit(name: str, data: Histories, options: Any, seed: int) -> Fit:
+    """Train the model anew, as a rung does. Collective."""
+    if name == "pipeline":
+        return _fit_pipeline(data, options, seed)
+    model, steps = new_model(name, options), options.steps + SKIPPED
+    if name == "ddp":
+        steps = options.ddp_steps + SKIPPED // 2
+    shard = ["items"] if options.model == "sasrec" else None
+    strategy: Any = "ddp" if name == "ddp" else FreeScaleStrategy(shard=shard, **RUNGS[name])
+    profiler = BubbleProfiler(mkdtemp(), verbose=False)
+    skipped = steps - options.ddp_steps if name == "ddp" else SKIPPED
+    profiler.options = replace(profiler.options, warmup_steps=skipped)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), max_steps=steps,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, callbacks=[profiler], limit_val_batches=0, num_sanity_val_steps=0,
+    )  # fmt: skip
+    with _own_tables() if name.startswith("floor") else nullcontext():
+        if name in BALANCED:
+            trainer.fit(model, FreeScaleDataModule(
+                data, data.lengths, options.batch, cost=cost(options), collate_fn=collate_of(options), seed=seed,
+                loss_reduction="target_mean",
+            ))  # fmt: skip
+        else:
+            trainer.fit(model, _loader(name, data, options, seed))
+    seconds = np.diff([*model.began, clocks()], axis=0)[skipped:-1]
+    report = profiler.report
+    traced = report.median_step["ranks"] if report is not None and report.median_step else []
+    return Fit(seconds, {} if report is None else dict(report.shares), [ladder_fits.timeline(rank) for rank in traced])
+
+
+def _loader(name: str, data: Histories, options: Any, seed: int) -> DataLoader[Any]:
+    mine = [[int(each) for each in plan[dist.get_rank()]] for plan in batches_of(name, data, options, seed)]
+    return DataLoader(data, batch_sampler=mine, collate_fn=collate_of(options))
+
+
+@contextmanager
+def _own_tables() -> Iterator[None]:
+    """Make each rank keep the whole table to itself: TorchRec's lookups and updates without an exchange."""
+    shard, planned, alone = TableSharding.shard, TableSharding._plan, dist.new_subgroups(1)[0]
+
+    def without_others(self: TableSharding, *, group: Any, local_world_size: int, **others: Any) -> Any:
+        return shard(self, group=alone, local_world_size=1, **others)
+
+    def here(self: TableSharding, *arguments: Any) -> Any:
+        plan = planned(self, *arguments)
+        for how in (how for tables in plan.plan.values() for how in tables.values()):
+            for part in how.sharding_spec.shards:
+                part.placement = _remote_device(f"rank:{dist.get_rank()}/cpu")  # planners number the ranks of the group
+        return plan
+
+    with patch.multiple(TableSharding, shard=without_others, _plan=here):
+        yield
+
+
+# -- TorchRec's pipeline
+
+
+@dataclass
+class Batch(Pipelineable):
+    """A batch whose ids TorchRec's pipeline finds by tracing."""
+
+    features: KeyedJaggedTensor
+    content: Any
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """Return the batch, which is on the CPU already."""
+        return self
+
+    def record_stream(self, stream: object) -> None:
+        """Do nothing, because the CPU has no streams."""
+
+
+class _Given(nn.Module):
+    """Stands for the table in the rest of a model: returns the rows that the pipeline has looked up."""
+
+    rows: Any = None
+    num_embeddings, embedding_dim = 0, DIM
+
+    def forward(self, ids: Any) -> Any:
+        return self.rows
+
+
+class _Rest(nn.Module):
+    """A model without its table. The pipeline does not trace it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        model.items = _Given()
+
+    def forward(self, found: Any, content: Any) -> Tensor:
+        self.model.items.rows = self.model.rows(found, content)
+        loss: Tensor = self.model.training_step(content, 0)
+        return loss
+
+
+class Traceable(nn.Module):
+    """A model in the form that TorchRec's pipeline traces: the lookup, then the rest."""
+
+    def __init__(self, model: Any, options: Any) -> None:
+        super().__init__()
+        if isinstance(model, HSTU):
+            self.items = model.items  # with its optimizer
+        else:
+            self.items = EmbeddingCollection(tables=[EmbeddingConfig(options.rows + 1, DIM, "item", feature_names=["item"])])
+            apply_optimizer_in_backward(torch.optim.Adagrad, self.items.parameters(), dict(ADAGRAD))
+        self.dense = _Rest(model)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss twice, because the pipeline expects a loss and a result."""
+        loss = self.dense(self.items(batch.features), batch.content)
+        return loss, loss
+
+
+def _fit_pipeline(data: Histories, options: Any, seed: int) -> Fit:
+    model = new_model("pipeline", options)
+    wrapped = overlap_variants.with_torchrec(Traceable(model, options))
+    optimizer = model.configure_optimizers()  # of the dense part, which is all that the model still has
+    pipeline: Any = TrainPipelineSparseDist(wrapped, optimizer, torch.device("cpu"))
+    batches, marks = _traceable(model, _loader("pipeline", data, options, seed)), []
+    with overlap_wire.Wire().patched():  # receives are posted first, as in the other rungs
+        for _ in range(options.steps + SKIPPED):
+            marks.append(clocks())
+            pipeline.progress(batches)
+    return Fit(np.diff([*marks, clocks()], axis=0)[SKIPPED:-1], {}, [])
+
+
+def _traceable(model: Any, loader: DataLoader[Any]) -> Iterator[Batch]:
+    return (Batch(model.ids(content), content) for content in loader)
