@@ -67,9 +67,8 @@ def main() -> None:
     figures = summarize(runs)
     if dist.get_rank() == 0:
         _show(figures, options)
-    finish_on_all_ranks(
-        figures, options, steps={name: fits[-1].step for name, fits in runs.items() if name in ("plain", "split")}
-    )
+    typical = {name: runs[name][-1].step for name in ("plain", "split") if name in runs}
+    finish_on_all_ranks(figures, options, steps=typical)
 
 
 def summarize(runs: dict[str, list[Fit]]) -> dict[str, float]:
@@ -85,7 +84,8 @@ def summarize(runs: dict[str, list[Fit]]) -> dict[str, float]:
     for key in (name.replace("-", "_") for name in runs if not name.startswith("floor")):
         gained, by_round = compare(figures, key), [compare(each, key) for each in rounds]
         # the last rounds have no fit under "ddp"
-        figures |= gained | ladder.spread([each for each in by_round if each.keys() == gained.keys()])
+        spread = (ladder.spread([{name: each[name]} for each in by_round if name in each]) for name in gained)
+        figures |= gained | {name: value for each in spread for name, value in each.items()}
     if dist.get_rank() == 0 and "plain_bubble" in figures:
         figures["limit"] = 1 / (1 - figures["plain_bubble"])
     return figures
@@ -137,17 +137,12 @@ def _rung(figures: dict[str, float], key: str) -> dict[str, float]:
 
 def _show(figures: dict[str, float], options: Any) -> None:
     rate, source = os.environ.get("NETLAB_RATE", "unknown rate"), options.data.name if options.data else "ml-latest-small"
-    print(
-        f"{options.model} of {options.layers} layers, {dist.get_world_size()} ranks, links of {rate}, {options.batch} histories"
-    )
-    print(
-        f"({source}) of at most {options.max_length} items per rank and step, {options.rows} rows of {real_fits.DIM}; ", end=""
-    )
-    print(f"{options.rounds} fits of {options.steps} counted steps")
+    print(f"{options.model} of {options.layers} layers, {dist.get_world_size()} ranks, links of {rate}; per rank and step,")
+    print(f"{options.batch} histories of at most {options.max_length} items ({source}); ", end="")
+    print(f"{options.rows} rows of {real_fits.DIM}; {options.rounds} fits of {options.steps} counted steps")
     if "limit" in figures:
-        print(
-            f"the bubble b of plain is {figures['plain_bubble']:.1%}; without any, a step is {figures['limit']:.2f} times as fast"
-        )
+        bubble, limit = figures["plain_bubble"], figures["limit"]
+        print(f"the bubble b of plain is {bubble:.1%}; without any bubble, a step is {limit:.2f} times as fast")
     print("".join(f"{title:>{width}}" for title, width in _HEAD.items()))
     for name in options.rungs:
         print(_row(name, figures))

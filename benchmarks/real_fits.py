@@ -287,7 +287,7 @@ class Batch(Pipelineable):
 
 
 class _Given(nn.Module):
-    """Stands for the table in the rest of a model: returns the rows that the pipeline has looked up."""
+    """Replaces the table in the rest of a model, and returns the rows that the pipeline has looked up."""
 
     rows: Any = None
     num_embeddings, embedding_dim = 0, DIM

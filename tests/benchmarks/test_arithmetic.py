@@ -10,6 +10,7 @@ import ladder
 import numpy as np
 import overlap_workload
 import pytest
+import real_compute
 import what_if
 from contest import Contest
 from fault_counts import Counts, upper_limit
@@ -83,6 +84,23 @@ def test_gains_of_the_ladder() -> None:
     other = ladder.compare({**figures, "split_lost_ms": 10.0, "split_step_ms": 110.0}, "split")
     assert ladder.spread([gained, other])["split_reduction_least"] == pytest.approx(0.9)
     assert ladder.spread([gained, other])["split_reduction_most"] == pytest.approx(1.0)
+
+
+def test_exposed_times_of_real_compute() -> None:
+    """Ranks wait 10 ms at the floor, 50 ms with samples as drawn, and 250 ms in plain; the pipeline is 20 ms faster."""
+    figures: dict[str, float] = {}
+    waits = {"floor": (100, 10), "floor_drawn": (140, 50), "plain": (340, 250), "pipeline": (320, 0), "split": (130, 30)}
+    for key, (step, wait) in waits.items():
+        shares = {"compute": 1 - wait / step, **dict.fromkeys(ladder.PARTS, 0.0), "transfer": wait / step}
+        seconds = np.full((4, 2), step / 1000)
+        figures |= real_compute.figures_of(key, seconds, {} if key == "pipeline" else shares)
+    gained = real_compute.compare(figures, "split")
+    assert gained["split_exposed_ms"] == pytest.approx(20) and gained["split_later_ms"] == pytest.approx(30)
+    assert gained["split_exposed_less_than_plain"] == pytest.approx(0.9)
+    assert gained["split_exposed_less_than_pipeline"] == pytest.approx(1 - 20 / 180)
+    assert gained["split_later_less_than_plain"] == pytest.approx(1 - 30 / 200)
+    assert gained["split_reduction"] == pytest.approx(220 / 240)
+    assert gained["split_speed_up_vs_plain"] == pytest.approx(340 / 130)
 
 
 def test_what_ifs_are_compared_with_runs_without_the_cause() -> None:

@@ -141,6 +141,12 @@ def _lookups(of: Figures) -> bool:
     return all(of[f"{kind}_{phase}_ms"] > 0 for kind in ("sequences", "long_bags") for phase in ("train", "validate"))
 
 
+def _real(of: Figures) -> bool:
+    waits = of["floor_drawn_waits_ms"] > 0 and of["plain_exposed_ms"] == of["plain_waits_ms"] - of["floor_drawn_waits_ms"]
+    rungs = ("ddp", "plain", "pipeline", "grouped", "balance", "split")
+    return waits and all(of[f"{rung}_ms"] > 0 and f"{rung}_later_ms" in of for rung in rungs)
+
+
 RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
     "overlap": (
         "--rows 5000 --batch 4 --dim 8 --steps 8 --rounds 1 --compute-ms 3 --require floor_ms<=0",
@@ -162,6 +168,13 @@ RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
         None,
         _ladder,
     ),
+    "real_compute": (
+        "--model sasrec --rungs floor floor-drawn ddp plain pipeline grouped balance split --rows 300 --batch 2 --layers 1 "
+        "--max-length 20 --steps 4 --rounds 2 --ddp-steps 4 --ddp-rounds 1",
+        0,
+        None,
+        _real,
+    ),
 }
 """For each script: the flags, the exit code, a change that makes it smaller, and a condition on the figures."""
 
@@ -170,7 +183,7 @@ RANKS: dict[str, tuple[str, int, Any, Callable[[Figures], bool]]] = {
 def test_script_of_two_ranks(script: str, tmp_path: Path) -> None:
     flags, code, change, holds = RANKS[script]
     path, words = tmp_path / "figures.json", [word.replace("+", " ") for word in flags.split()]
-    init = script not in ("overlap", "exchange")
+    init = script not in ("overlap", "exchange", "real_compute")
     assert run_distributed(_main, 2, script, change, *words, "--json", str(path), init=init) == [code] * 2
     assert holds(figures := json.loads(path.read_text())["figures"]), figures
 
