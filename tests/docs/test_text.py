@@ -208,24 +208,34 @@ SETTINGS = [
 ]
 """Settings and thresholds that are neither in a command nor in the first row or column of a table."""
 
+MEASURED = r"[Mm]easured\]\([./]*benchmarks/"
+"""Link of sentences with results, on pages about other things."""
 
-def _typed_figures(text: str) -> list[str]:
-    """Return the figures of a page that come from no result and are neither settings nor published ones."""
+
+def _typed_figures(text: str, sentences: str = "") -> list[str]:
+    """Return the figures of a page that come from no result and are neither settings nor published ones.
+
+    Only sentences that match the expression ``sentences`` count.
+    """
     for table in figures.tables():
         template = re.sub(r"\{[^}]*\}", "#", table.template)
         text = table.pattern().sub(lambda _, template=template: template, text)
     text = re.sub(r"^## Published .*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^.*\n(?=\|-)|^\|[^|]*|^- \*\*Command:.*|^.*[Pp]ublished .*", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", without_code(text))
+    text = "\n".join(each for each in re.split(r"(?<=[.:]) |\n", without_code(text)) if re.search(sentences, each))
+    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", text)
     return RESULT.findall(re.sub("|".join(SETTINGS), "", text))
 
 
 def test_measured_figures_come_from_results() -> None:
     pages = [ROOT / "README.md", *(DOCS / "benchmarks").glob("*.md")]
     assert {page.name: found for page in pages if (found := _typed_figures(page.read_text()))} == {}, "see scripts/figures.py"
+    others = [*DOCS.glob("*.md"), *(DOCS / "how_to").glob("*.md")]
+    assert {page.name: found for page in others if (found := _typed_figures(page.read_text(), MEASURED))} == {}
     settings = "- **Command:** `a.py`, with 2 ms.\n| | 3 ms |\n|---|--:|\n| 4 KiB at 50 Mbit/s | # |\n[arXiv 2.3](x) 1.2.3"
     typed = "It takes 0.5 ms, 1,200 MB or 3 % of 7 GB/s at 50 Mbit/s.\n| 1 ms | -1.25 | 2.0x |\nIt is 1.5."
     assert _typed_figures(settings) == []
+    assert _typed_figures("Of 2 ms, 5 % ([measured](../benchmarks/a.md)).", MEASURED) == ["2 ms", "5 %"]
     assert _typed_figures(typed) == ["0.5 ms", "1,200 MB", "3 %", "7 GB/s", "-1.25", "2.0x", "1.5"]
 
 
