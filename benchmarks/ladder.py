@@ -20,8 +20,7 @@ exchanges, higher lanes have priority.
 The bubble b is 1 - compute summed over ranks / (ranks x wall time). Let P, F and X be the time per step without compute of
 plain, floor and a rung. The reduction is r = (P - X) / (P - F). The share of the achievable speed-up is the speed-up over
 1 / (1 - r b). It is below 100 % if there is a floor, because b contains the floor. Brackets contain the least and the most of
-the rounds. The headline is the rung ``split``, named before any run: it has all techniques that work with any loss. The result
-also has the median step of the last fit of each rung, which ``scripts/picture.py`` draws.
+the rounds. The headline is the rung ``split``, named before any run: it has all techniques that work with any loss.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
     figures = _figures(runs)
     if leads:
         _show(figures, options)
-    finish_on_all_ranks(figures, options, steps={_key(name): fits[-1].step for name, fits in runs.items()})
+    finish_on_all_ranks(figures, options)
 
 
 def _figures(runs: dict[str, list[Fit]]) -> dict[str, float]:

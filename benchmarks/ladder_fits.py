@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -26,7 +25,6 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.data import BalanceOptions
-from lightning_freescale.profiling.analysis.breakdown import COMPUTE
 
 RUNGS: dict[str, dict[str, Any]] = {
     "floor": {"balance": True, "overlap": "torchrec"},
@@ -131,13 +129,12 @@ def _keys(kind: Archetype) -> list[str]:
 
 @dataclass(frozen=True)
 class Fit:
-    """The measurements of a fit: seconds of each step on this rank. Rank 0 also has shares of all ranks' time and a step."""
+    """The measurements of a fit: seconds of each step on this rank. Rank 0 also has shares of all ranks' time."""
 
     wall: NDArray[np.float64]
     compute: NDArray[np.float64]
     shares: dict[str, float]
     collision_rate: float | None
-    step: list[list[Any]]
 
 
 def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) -> Fit:
@@ -161,28 +158,12 @@ def fit(name: str, kind: Archetype, data: Histories, options: Any, number: int) 
     trainer.fit(model, datamodule=module)
     first = end_to_end.SKIPPED
     overlap = strategy.overlap_report
-    traced = (profiler.report and profiler.report.median_step) or {"ranks": []}
     return Fit(
         wall=np.diff(model.began)[first - 1 : -1],
         compute=np.array(model.computed[first - 1 : -2]),
         shares={} if profiler.report is None else dict(profiler.report.shares),
         collision_rate=None if overlap is None else overlap.collision_rate,
-        step=[timeline(rank) for rank in traced["ranks"]],
     )
-
-
-def timeline(intervals: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the parts of a rank's step from 1 ms as kind, start and end in ms; neighbours of one kind are one part."""
-    parts: list[Any] = []
-    for kind, _, start, end in intervals:
-        kind = "compute" if kind in COMPUTE else kind
-        if end - start < 1e-3:
-            continue
-        if parts and parts[-1][0] == kind:
-            parts[-1][2] = round(1e3 * end)
-        else:
-            parts.append([kind, round(1e3 * start), round(1e3 * end)])
-    return parts
 
 
 def _choices(name: str) -> dict[str, Any]:

@@ -378,7 +378,7 @@ def _with_torchrec(model: Recommender) -> nn.Module:
     return with_torchrec(model)
 
 
-def with_torchrec(model: Any) -> nn.Module:
+def with_torchrec(model: Any, **ddp_options: Any) -> nn.Module:
     """Shard the collection ``items`` of a model by rows with TorchRec, and wrap the model. Collective."""
     sharder, world, group = EmbeddingCollectionSharder(), dist.get_world_size(), dist.new_group()
     how = {"item": row_wise(compute_kernel="fused")}
@@ -391,5 +391,5 @@ def with_torchrec(model: Any) -> nn.Module:
         device=CPU,
         plan=ShardingPlan({"items": plan}),
         sharders=[sharder],
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, **ddp_options),
     )

@@ -67,7 +67,7 @@ def main() -> None:
     figures = summarize(runs)
     if dist.get_rank() == 0:
         _show(figures, options)
-    typical = {name: runs[name][-1].step for name in ("plain", "split") if name in runs}
+    typical = {name: runs[name][-1].step for name in ("plain", "dedup") if name in runs}
     finish_on_all_ranks(figures, options, steps=typical)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,6 @@ from unittest.mock import patch
 sys.path += [str(Path(__file__).parents[1] / "examples"), str(Path(__file__).resolve().parent)]
 
 import hstu
-import ladder_fits
 import lengths
 import lightning as L
 import numpy as np
@@ -40,6 +39,8 @@ from torchrec.streamable import Pipelineable
 from lightning_freescale import BubbleProfiler, FreeScaleDataModule, FreeScaleStrategy
 from lightning_freescale.balance import CostModel
 from lightning_freescale.embeddings.sharding import TableSharding
+from lightning_freescale.profiling.analysis.breakdown import COMPUTE
+from lightning_freescale.training import setup
 
 RUNGS: dict[str, dict[str, Any]] = {
     "floor": {"overlap": "torchrec"},
@@ -241,7 +242,21 @@ def fit(name: str, data: Histories, options: Any, seed: int) -> Fit:
     seconds = np.diff([*model.began, clocks()], axis=0)[skipped:-1]
     report = profiler.report
     traced = report.median_step["ranks"] if report is not None and report.median_step else []
-    return Fit(seconds, {} if report is None else dict(report.shares), [ladder_fits.timeline(rank) for rank in traced])
+    return Fit(seconds, {} if report is None else dict(report.shares), [timeline(rank) for rank in traced])
+
+
+def timeline(intervals: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the parts of a rank's step from 1 ms as kind, start and end in ms; neighbours of one kind are one part."""
+    parts: list[Any] = []
+    for kind, _, start, end in intervals:
+        kind = "compute" if kind in COMPUTE else kind
+        if end - start < 1e-3:
+            continue
+        if parts and parts[-1][0] == kind:
+            parts[-1][2] = round(1e3 * end)
+        else:
+            parts.append([kind, round(1e3 * start), round(1e3 * end)])
+    return parts
 
 
 def _loader(name: str, data: Histories, options: Any, seed: int) -> DataLoader[Any]:
@@ -330,7 +345,9 @@ class Traceable(nn.Module):
 
 def _fit_pipeline(data: Histories, options: Any, seed: int) -> Fit:
     model = new_model("pipeline", options)
-    wrapped = overlap_variants.with_torchrec(Traceable(model, options))
+    traceable = Traceable(model, options)
+    # the buckets of the other rungs, so that the reduction of dense gradients does not differ
+    wrapped = overlap_variants.with_torchrec(traceable, **setup._buckets(traceable, ["items.embeddings.item.weight"], {}))
     optimizer = model.configure_optimizers()  # of the dense part, which is all that the model still has
     pipeline: Any = TrainPipelineSparseDist(wrapped, optimizer, torch.device("cpu"))
     batches, marks = _traceable(model, _loader("pipeline", data, options, seed)), []
