@@ -37,9 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = sm_free_plan.of_size(torch.cuda.is_available(), options.quick)
     if plan.on_gpu:
         plan = replace(plan, window=0.1, rounds=5)
-    devices = torch.cuda.device_count() if plan.on_gpu else 0
+    together = min(torch.cuda.device_count(), 2) if plan.on_gpu else 1
     for transport in ("nccl-zero-cta", "native", "host", "peer"):  # peer last, as in the other parts
-        together = min(max(devices, 1), 2)
         if transport == "native" and together == 1:
             report.skip(transport, "ranks that share a device use gloo")
         elif reason := two_ranks_pair.lacking(transport, together):
@@ -47,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             measured = two_ranks_pair.run(sm_free_measure.lane, plan, transport, BOTH, timeout=SECONDS, devices=together)
             report.take(transport, measured)
-    if devices < 2:
-        report.skip("communicators", f"NCCL needs a GPU for each rank, and torch sees {devices}")
+    if reason := two_ranks_pair.lacking("nccl-zero-cta", together):
+        report.skip("communicators", reason)
     else:
         measured = two_ranks_pair.run(sm_free_measure.communicators, 32 * sm_free_plan.MIB, timeout=SECONDS, devices=2)
         report.take("communicators", measured)

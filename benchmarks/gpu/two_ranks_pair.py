@@ -95,6 +95,7 @@ def run(
 def lacking(transport: str, devices: int = 1) -> str:
     """Return the reason why two ranks on so many devices cannot use a transport; empty if they should be able to."""
     from lightning_freescale.comm.transports.cuda_driver import import_cuda_bindings
+    from lightning_freescale.comm.transports.topology import _linked_devices
 
     if transport in ("host", "native"):  # torch's own backend of ranks that share a GPU is gloo
         return ""
@@ -102,6 +103,8 @@ def lacking(transport: str, devices: int = 1) -> str:
         return "no CUDA device, and it moves CUDA tensors"
     if transport == "nccl-zero-cta" and devices == 1:
         return "NCCL takes no two ranks on one GPU"
+    if devices > 1 and 1 not in _linked_devices(0):
+        return "there is no NVLink between GPU 0 and GPU 1"
     return "" if import_cuda_bindings() is not None else "the package cuda-bindings cannot be imported"
 
 
