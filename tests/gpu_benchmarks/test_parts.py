@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import hour_report
 import part_model
+import part_uneven
 import pytest
+import sm_free_checks
 import sm_free_measure
 import torch
+import torch.distributed as dist
+import two_ranks_pair
 from hour_report import Report
 from one_rank_compare import bitwise, judge, relative
 from one_rank_fit import Fit
 from one_rank_recommender import Run
 from one_rank_trace import MARK, read
 from sm_free_running import Running
+
+from lightning_freescale.comm.transports import cuda_driver, nccl, topology
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +136,60 @@ def test_contention_by_hand() -> None:
     running = Running(lambda: 0)
     running._marks = [(1.0, 0), (2.0, 10**9), (4.0, 5 * 10**9)]
     assert running.gbps(1.5, 3.0) == pytest.approx((3 - 0.5) / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "links", "measured"),
+    [
+        (1, [], {"host": 1, "peer": 1}),
+        (4, [], {"native": 2, "host": 2}),
+        (4, [1, 2, 3], {"nccl-zero-cta": 2, "native": 2, "host": 2, "peer": 2, "communicators": 2}),
+    ],
+)
+def test_uneven_parts_between_gpus(
+    gpus: int, links: list[int], measured: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, int] = {}
+
+    def run(work: Any, *given: Any, timeout: float, devices: int) -> Any:
+        found["communicators" if work is sm_free_measure.communicators else given[1]] = devices
+        return iter(())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(topology, "_linked_devices", lambda device: links)
+    monkeypatch.setattr(cuda_driver, "import_cuda_bindings", lambda: object())
+    monkeypatch.setattr(hour_report.harness, "where", lambda: {"commit": ""})
+    monkeypatch.setattr(two_ranks_pair, "run", run)
+    with pytest.raises(SystemExit, match="0"):
+        part_uneven.main(["--out", str(tmp_path)])
+    assert found == measured
+    skipped = {each["what"] for each in json.loads((tmp_path / "part_uneven.json").read_text())["skipped"]}
+    assert skipped == {"nccl-zero-cta", "native", "host", "peer", "communicators"} - measured.keys()
+
+
+def test_lanes_on_one_communicator_and_on_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[Any, int, int]] = []
+
+    class Communicator:
+        def __init__(self, rank: int, size: int, *place: Any) -> None:
+            self.window = torch.zeros(size, 100, dtype=torch.uint8)
+
+        def all_to_all(self, stream: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+            used.append((self, stream, input.storage_offset()))
+            assert output.storage_offset() == input.storage_offset() + 100 and len(input) == len(output) == 40
+
+    free, streams, said = iter([9000, 5000, 4800]), iter([1, 2]), []
+    monkeypatch.setattr(nccl, "NcclCommunicator", Communicator)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    for name, value in {"mem_get_info": lambda: (next(free), 0), "Stream": lambda: next(streams), "synchronize": list}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(sm_free_checks, "kernels", lambda step: (step() or 0, "nothing"))
+    rank: Any = SimpleNamespace(rank=0, device=0, timeout=1.0, init_gloo=list, say=said.append)
+    sm_free_measure.communicators(rank, 40)
+    shared, apart = used[:2], used[-2:]
+    assert shared[0][0] is shared[1][0] and apart[0][0] is not apart[1][0]
+    assert [use[1:] for use in shared] == [use[1:] for use in apart] == [(1, 0), (2, 40)]
+    assert [about["lanes"] for kind, about in said if kind == "row"] == ["one communicator", "one per lane"]
+    assert said[-1] == ("figure", {"name": "communicator_mib", "value": 0.0})
