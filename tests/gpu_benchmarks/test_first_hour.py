@@ -120,7 +120,7 @@ def test_every_failure_of_a_part_is_told_and_the_next_runs(hour: Hour) -> None:
     hour.part("model", "found(skipped=[dict(what='all of it', why='no device')])")
     code, printed = hour.run(limits={"two_ranks": 3})
     assert code == 1 and "they are odd" in printed and "-11" in printed and "no device" in printed
-    assert list(hour.states.values()) == ["failed", "ran over its limit", "failed", "failed", "skipped"]
+    assert list(hour.states.values()) == ["failed", "ran over its limit", "failed", "failed", "skipped", "done"]
     assert hour.summary["parts"]["two_ranks"]["found"]["rows"] == [{"size": 7}]
     hour.part("numbers", HANGS)
     assert hour.run("--limit-minutes", "0.02")[0] == 1
