@@ -1,6 +1,6 @@
 """Steps of an HSTU whose dense gradients DDP reduces over a slow link, with different buckets.
 
-``python benchmarks/netlab.py --hosts 2 --rate 50mbit -- python benchmarks/dense_gradients.py --dim 64``
+``python benchmarks/netlab.py --hosts 2 --rate 50mbit -- python benchmarks/dense_gradients.py``
 
 Each rank trains the model of ``examples/hstu.py`` with one thread, on histories of one length. Compute is real. The variants
 take turns in the same processes, and each is a separate fit on the same samples:
@@ -8,8 +8,8 @@ take turns in the same processes, and each is a separate fit on the same samples
 floor      DDP exchanges no gradient
 torch      torch's own buckets: the first one of 1 MiB, the others of 25 MiB
 view       torch's buckets, with ``gradient_as_bucket_view=True``
-16, 64     buckets of at least 16 or 64 KiB; also with other numbers
-ours       the buckets of the strategy
+64, 165    buckets of at least 64 or 165 KiB; also with other numbers
+ours       the buckets of the strategy: of a third of the gradients
 
 ``split-`` before a name computes the gradients of the weights last. *Exposed* is the median of the step minus the floor's step
 on the same samples. *Predicted* is the same from the floor's times of gradients and the link's rate: the buckets leave in
@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet()
     batches = _batches(options)
-    names = [prefix + name for prefix in ("", SPLIT) for name in options.variants]
+    names = options.variants
     steps: dict[str, list[Any]] = {name: [] for name in names}
     fits: dict[str, Timed] = {}
     for number in range(options.rounds):
@@ -166,7 +166,7 @@ def _options() -> Any:
     add("--layers", type=int, default=2)
     add("--batch-size", type=int, default=16, help="samples per rank and step (default: 16)")
     add("--length", type=int, default=200, help="items of a history (default: 200)")
-    add("--variants", nargs="+", default=["floor", "torch", "ours"], help="floor must be among them")
+    add("--variants", nargs="+", default=[split + name for split in ("", SPLIT) for name in ("floor", "torch", "ours")])
     add("--steps", type=int, default=24, help=f"steps of a fit; the first {SKIPPED} do not count (default: 24)")
     add("--rounds", type=int, default=5)
     return options.parse_args()

@@ -286,7 +286,7 @@ class FreeScaleFabricStrategy(TableStrategy, FabricDDPBase):
             tables = shard_tables(sharding, groups, lane_of_tables(self), self)
         self.tables, self._module = tables, module
         module.to(self.root_device)
-        wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self.ddp_options)
+        wrapped = wrap_dense(module, tables.names_in_module(), self.ddp_device_ids, self)
         step = new_table_step(self, _NAME, tables, module, groups, farewell=False, hold_gradients=self.clips_gradients)
         self.table_step = step
         if step.engine is not None:  # Fabric has no hook at the end of a loop

@@ -63,7 +63,7 @@ def set_up_tables(
     module.to(device)
     names = tables.names_in_module()
     if fitting:
-        strategy.model = wrap_dense(module, names, strategy.determine_ddp_device_ids(), strategy.ddp_options)
+        strategy.model = wrap_dense(module, names, strategy.determine_ddp_device_ids(), strategy)
         if isinstance(strategy.model, DistributedDataParallel):
             strategy.register_ddp_hooks()
     else:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Shard: TypeAlias = Sequence[str] | Literal["auto"] | None
 """Which plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules to shard, see :func:`.choose_embeddings`."""
-_LEAST_BUCKET = 64 * 1024  # 10 ms at 50 Mbit/s; a bucket itself costs about 0.1 ms
 
 
 class TableStrategy:
@@ -45,6 +44,7 @@ class TableStrategy:
     # from the other base class of a subclass
     group_timeout: timedelta
     num_nodes: int
+    ddp_options: dict[str, Any]
     if TYPE_CHECKING:
 
         @property
@@ -289,31 +289,32 @@ def lane_of_tables(strategy: TableStrategy) -> ProcessGroupFreeScale:
     return shared_lane(LazyGlooOptions(transport, name="embedding", priority=1), strategy.group_timeout)
 
 
-def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, options: dict[str, Any]) -> nn.Module:
+def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | None, strategy: TableStrategy) -> nn.Module:
     """Wrap ``module`` in DistributedDataParallel on the default group, without the parameters named ``sharded``. Collective.
 
     If all trainable parameters are sharded, copy rank 0's dense parameters to all ranks and return ``module`` itself.
     """
-    if not any(p.requires_grad for name, p in module.named_parameters() if name not in sharded):
+    reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in sharded]
+    if not reduced:
         sync_dense(module, sharded)
         return module
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
-    return DistributedDataParallel(module, device_ids=device_ids, **_buckets(module, sharded, options), **options)
+    options = _bucket_size(reduced, strategy) | strategy.ddp_options
+    return DistributedDataParallel(module, device_ids=device_ids, **options)
 
 
-def _buckets(module: nn.Module, sharded: Group[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``bucket_cap_mb`` for DDP on gloo, unless the user's options decide: 1/16 of the gradients, at least 64 KiB.
+def _bucket_size(reduced: Sequence[Tensor], strategy: TableStrategy) -> dict[str, Any]:
+    """Return ``bucket_cap_mb`` of DDP on gloo between nodes: a third of the gradients, at least 64 KiB and at most 25 MiB.
 
     DDP's own buckets of 1 and 25 MiB hold all gradients of a small model, so their exchange would begin after backward. The
-    size is a function of the module, so that a resumed run has the same buckets: on 3 and more ranks, sums depend on them. A
-    resumed run cannot restore the buckets of a static graph (see :func:`.lay_out_buckets`), which keeps DDP's own.
+    size follows from the module and the run, so a resumed run has the same buckets: on three or more ranks, sums depend on
+    them. :func:`.lay_out_buckets` cannot restore those of a static graph, which keeps DDP's own.
     """
-    if {"bucket_cap_mb", "bucket_cap_mb_list"} & options.keys() or options.get("static_graph"):
+    given = strategy.ddp_options
+    if given.get("static_graph") or "bucket_cap_mb_list" in given or strategy.num_nodes == 1 or dist.get_backend() != "gloo":
         return {}
-    if dist.get_backend() != "gloo" or dist.get_world_size() == 1:  # a collective costs most on a device
-        return {}
-    reduced = (p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad and name not in sharded)
-    return {"bucket_cap_mb": min(max(sum(reduced) / 16, _LEAST_BUCKET) / 2**20, 25)}
+    third = sum(p.numel() * p.element_size() for p in reduced) / 3
+    return {"bucket_cap_mb": min(max(third / 2**20, 1 / 16), 25)}
 
 
 def sync_dense(module: nn.Module, sharded: Group[str]) -> None:

@@ -124,6 +124,8 @@ def fit(
     ``strategy`` has options, or is the name of another strategy; ``stream`` replaces the map-style data set; ``options`` are
     options of the Trainer.
     """
+    if options.get("num_nodes", 1) > 1:
+        os.environ.update(LOCAL_RANK="0", GROUP_RANK=os.environ["RANK"], LOCAL_WORLD_SIZE="1")
     torch.manual_seed(0 if resume is None else 7)
     module, ranks, given = make(), int(os.environ["WORLD_SIZE"]), {"collate_fn": collate, **(data or {})}
     size = batch_size or GLOBAL_BATCH // ranks
