@@ -124,7 +124,7 @@ def test_every_failure_of_a_part_is_told_and_the_next_runs(hour: Hour) -> None:
     assert hour.summary["parts"]["two_ranks"]["found"]["rows"] == [{"size": 7}]
     hour.part("numbers", HANGS)
     assert hour.run("--limit-minutes", "0.02")[0] == 1
-    assert list(hour.states.values()) == ["ran over its limit"] + ["not run"] * 4
+    assert list(hour.states.values()) == ["ran over its limit"] + ["not run"] * 5
 
 
 def test_cut_off_inside_a_part(hour: Hour) -> None:
