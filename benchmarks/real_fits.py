@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.remote_device import _remote_device
 from torch.utils.data import DataLoader, Dataset
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.streamable import Pipelineable
@@ -48,6 +49,7 @@ RUNGS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "plain": {"overlap": "torchrec"},
     "pipeline": {},
+    "plain-once": {"overlap": "torchrec"},
     "verl": {"overlap": "torchrec"},
     "nvidia": {"overlap": "torchrec"},
     "grouped": {"overlap": "torchrec"},
@@ -60,7 +62,10 @@ RUNGS: dict[str, dict[str, Any]] = {
 BALANCED = ("floor", "balance", "overlap", "dedup", "split")
 """The rungs with our plan; the others have samples as drawn, or the plan that they are named after."""
 SKIPPED = 8
-"""Steps at the beginning of a fit: pipelines fill, DDP orders its buckets, and padded batches are detected."""
+"""Steps at the beginning of a fit: pipelines fill, DDP orders its buckets, and padded batches are detected.
+
+The last step, which has no lookahead, does not count either.
+"""
 DIM, NEGATIVES, ADAGRAD = 64, 512, {"lr": 0.01}
 
 
@@ -73,7 +78,7 @@ class Histories(Dataset[dict[str, Any]]):
     def __init__(self, options: Any) -> None:
         random = np.random.default_rng(overlap_workload.SEED)
         _, known = lengths.read_lengths(options.data or overlap_workload.RATINGS)
-        samples = (options.steps + SKIPPED + 2) * options.batch * int(os.environ["WORLD_SIZE"])
+        samples = total_steps(options) * options.batch * int(os.environ["WORLD_SIZE"])
         # the last item is only a target
         self.lengths = (np.minimum(random.choice(known, samples), options.max_length + 1) - 1).clip(min=1).astype(np.int64)
         popularity = np.cumsum(np.arange(1, options.rows + 1, dtype=np.float64) ** -overlap_workload.EXPONENT)
@@ -89,15 +94,22 @@ class Histories(Dataset[dict[str, Any]]):
         return {"item": items[:-1], "target": items[1:], "time": np.arange(len(items) - 1) * 3600, "user": index}
 
 
+def total_steps(options: Any) -> int:
+    """Return the steps of a fit, including those that do not count."""
+    return int(SKIPPED + options.steps + 1)
+
+
 def batches_of(name: str, data: Histories, options: Any, seed: int) -> list[list[NDArray[np.int64]]]:
     """Return the samples of each rank (inner list) in each step, for a rung without our plan."""
-    world, steps = dist.get_world_size(), options.steps + SKIPPED
+    world, steps = dist.get_world_size(), total_steps(options)
     drawn = FreeScaleDataModule(data, data.lengths, options.batch, cost=cost(options), balance=False, seed=seed)
     sampler = drawn.train.sampler(0, world)
     plans = [sampler.plan(0, step) for step in range(steps)]
     if name == "grouped":
-        order = _by_length(np.concatenate([np.concatenate(plan) for plan in plans]), data.lengths, options.batch)
-        return [list(step.reshape(options.batch, world).T) for step in order.reshape(steps, -1)]
+        # group_by_length of Hugging Face sorts the samples of many steps. The steps that count keep their samples together
+        counted = np.concatenate([np.concatenate(plan) for plan in plans[SKIPPED:-1]])
+        by_length = counted[np.argsort(data.lengths[counted], kind="stable")].reshape(options.steps, options.batch, world)
+        plans[SKIPPED:-1] = [list(step.T) for step in np.random.default_rng(seed).permutation(by_length)]
     if name in ("verl", "nvidia"):
         divide = peers.load_peers(options.peers)[name]
         for step, plan in enumerate(plans):
@@ -105,12 +117,6 @@ def batches_of(name: str, data: Histories, options: Any, seed: int) -> list[list
             whole = [[int(each) for each in values[samples]] for values in (data.lengths, cost(options)(data.lengths))]
             plans[step] = [samples[list(part)] for part in divide(*whole, world)]
     return plans
-
-
-def _by_length(order: NDArray[np.int64], lengths_of: NDArray[np.int64], batch: int) -> NDArray[np.int64]:
-    """Sort every 50 batches of an order by length, as Hugging Face's ``group_by_length`` does. Steps get other samples."""
-    groups = np.split(order, range(50 * batch, len(order), 50 * batch))
-    return np.concatenate([group[np.argsort(-lengths_of[group], kind="stable")] for group in groups])
 
 
 # -- models
@@ -181,11 +187,34 @@ class PaddedSASRec(Timed, sasrec.SASRec):
         return KeyedJaggedTensor(["item"], values, lengths=torch.tensor([len(values)]).int())
 
 
+class OnceEach(nn.Module):
+    """Looks up each id of a batch once, as a user can add to a model."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table, self.embedding_dim = table, DIM
+
+    def forward(self, ids: Any) -> Any:
+        """Return what the table returns."""
+        if isinstance(ids, Tensor):
+            once, place = torch.unique(ids, return_inverse=True)
+            return self.table(once)[place]
+        once, place = torch.unique(ids.values(), return_inverse=True)
+        keys, none = ids.keys(), [0] * (len(ids.keys()) - 1)
+        found = self.table(KeyedJaggedTensor(keys, once, lengths=torch.tensor([len(once), *none]).int()))
+        rows = found[keys[0]].values()[place].split(ids.length_per_key())
+        return {key: JaggedTensor(part, lengths=ids[key].lengths()) for key, part in zip(keys, rows)}
+
+
 def new_model(name: str, options: Any) -> Any:
     torch.manual_seed(0)
     if options.model == "sasrec":
-        return PaddedSASRec(options.rows, options.max_length, DIM, options.layers, dropout=0.0)
-    return (WholeHSTU if name == "ddp" else HSTU)(options.rows, DIM, options.layers, dropout=0.0)
+        model: Any = PaddedSASRec(options.rows, options.max_length, DIM, options.layers, dropout=0.0)
+    else:
+        model = (WholeHSTU if name == "ddp" else HSTU)(options.rows, DIM, options.layers, dropout=0.0)
+    if name == "plain-once":
+        model.items = OnceEach(model.items)
+    return model
 
 
 def collate_of(options: Any) -> Any:
@@ -218,13 +247,13 @@ def fit(name: str, data: Histories, options: Any, seed: int) -> Fit:
     """Train the model anew, as a rung does. Collective."""
     if name == "pipeline":
         return _fit_pipeline(data, options, seed)
-    model, steps = new_model(name, options), options.steps + SKIPPED
+    model, steps, skipped = new_model(name, options), total_steps(options), SKIPPED
     if name == "ddp":
-        steps = options.ddp_steps + SKIPPED // 2
-    shard = ["items"] if options.model == "sasrec" else None
+        skipped = SKIPPED // 4  # its steps take long, and no pipeline fills
+        steps = skipped + options.ddp_steps + 1
+    shard = ["items.table" if name == "plain-once" else "items"] if options.model == "sasrec" else None
     strategy: Any = "ddp" if name == "ddp" else FreeScaleStrategy(shard=shard, **RUNGS[name])
     profiler = BubbleProfiler(mkdtemp(), verbose=False)
-    skipped = steps - options.ddp_steps if name == "ddp" else SKIPPED
     profiler.options = replace(profiler.options, warmup_steps=skipped)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, num_nodes=int(os.environ["WORLD_SIZE"]), max_steps=steps,
@@ -347,12 +376,13 @@ def _fit_pipeline(data: Histories, options: Any, seed: int) -> Fit:
     model = new_model("pipeline", options)
     traceable = Traceable(model, options)
     # the buckets of the other rungs, so that the reduction of dense gradients does not differ
-    wrapped = overlap_variants.with_torchrec(traceable, **setup._buckets(traceable, ["items.embeddings.item.weight"], {}))
+    strategy: Any = SimpleNamespace(ddp_options={}, num_nodes=dist.get_world_size())
+    wrapped = overlap_variants.with_torchrec(traceable, **setup._bucket_size([*model.parameters()], strategy))
     optimizer = model.configure_optimizers()  # of the dense part, which is all that the model still has
     pipeline: Any = TrainPipelineSparseDist(wrapped, optimizer, torch.device("cpu"))
     batches, marks = _traceable(model, _loader("pipeline", data, options, seed)), []
     with overlap_wire.Wire().patched():  # receives are posted first, as in the other rungs
-        for _ in range(options.steps + SKIPPED):
+        for _ in range(total_steps(options)):
             marks.append(clocks())
             pipeline.progress(batches)
     return Fit(np.diff([*marks, clocks()], axis=0)[SKIPPED:-1], {}, [])
