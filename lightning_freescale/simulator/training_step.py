@@ -205,7 +205,7 @@ def _plain(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, netwo
     clock = network.finish(clock, now.ids, nothing, hot_owner=now.hot_owner)
     clock = network.finish(clock, nothing, now.rows, hot_owner=now.hot_owner)
     clock = network.finish(clock + now.compute + load.base.value, now.rows, nothing, hot_owner=now.hot_owner)
-    return float(clock.max()) + _exposed_all_reduce(now, load, network)
+    return float(clock.max()) + _exposed_all_reduce(load.backward * now.compute, load, network)
 
 
 def _overlapped(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, network: Network, chosen: Techniques) -> float:
@@ -228,7 +228,9 @@ def _overlapped(traffic: Sequence[StepTraffic], index: int, load: TrainingLoad, 
     urgent = network.finish(urgent, now.colliding_gradients, nothing, *how)
     urgent = network.finish(urgent, nothing, following.colliding_rows, *how)
     weights = computed + _slowed(late, np.maximum(urgent - computed, 0.0), slower)
-    return float(max(weights.max(), urgent.max())) + load.host.value + calls + _exposed_all_reduce(now, load, network)
+    # a split backward computes the gradients that are reduced last
+    hides = late if chosen.split_backward else load.backward * now.compute
+    return float(max(weights.max(), urgent.max())) + load.host.value + calls + _exposed_all_reduce(hides, load, network)
 
 
 def _slowed(work: Floats, span: Floats, slower: float) -> Floats:
@@ -237,7 +239,6 @@ def _slowed(work: Floats, span: Floats, slower: float) -> Floats:
     return work + done * (slower - 1)
 
 
-def _exposed_all_reduce(now: StepTraffic, load: TrainingLoad, network: Network) -> float:
-    """Return the seconds of the dense all-reduce that the backward of the quickest rank does not hide."""
-    seconds = network.all_reduce(load.dense_bytes.value, len(now.compute))
-    return max(0.0, seconds - load.backward * float(now.compute.min()))
+def _exposed_all_reduce(behind: Floats, load: TrainingLoad, network: Network) -> float:
+    """Return the seconds of the dense all-reduce beyond ``behind``, in which ranks compute while gradients are ready."""
+    return max(0.0, network.all_reduce(load.dense_bytes.value, len(behind)) - float(behind.min()))

@@ -60,12 +60,12 @@ function finish(net, arrival, outgoing, incoming, hotOwner, nodeShare = null) {
   return arrival.map(() => end);
 }
 
-function exposedAllReduce(net, load, compute) {
-  const ranks = compute.length;
+function exposedAllReduce(net, load, behind) {
+  const ranks = behind.length;
   if (ranks === 1 || load.dense_bytes === 0) return 0;
   const slowest = ranks > net.ranks_per_node ? net.bandwidth : net.node_bandwidth;
   const seconds = 2 * net.latency + (((2 * (ranks - 1)) / ranks) * load.dense_bytes) / slowest;
-  return Math.max(0, seconds - load.backward * -most(compute.map((value) => -value)));
+  return Math.max(0, seconds + most(behind.map((value) => -value)));
 }
 
 // The compute and the exchanged bytes of each step, from the sums of 1, L and L² over each rank's samples.
@@ -98,7 +98,7 @@ function plainStep(now, load, net) {
   clock = finish(net, clock, now.ids, nothing, now.hotOwner);
   clock = finish(net, clock, nothing, now.rows, now.hotOwner);
   clock = finish(net, clock.map((time, rank) => time + now.compute[rank] + load.base), now.rows, nothing, now.hotOwner);
-  return most(clock) + exposedAllReduce(net, load, now.compute);
+  return most(clock) + exposedAllReduce(net, load, now.compute.map((seconds) => load.backward * seconds));
 }
 
 function overlappedStep(last, now, following, load, net, on) {
@@ -120,7 +120,8 @@ function overlappedStep(last, now, following, load, net, on) {
   urgent = finish(net, urgent, nothing, following.collidingRows, ...how);
   const beside = slowed(late, less(urgent, computed).map((seconds) => Math.max(seconds, 0)), slower);
   const weights = computed.map((seconds, rank) => seconds + beside[rank]);
-  return Math.max(most(weights), most(urgent)) + load.host + calls + exposedAllReduce(net, load, now.compute);
+  const hides = on.split_backward ? late : now.compute.map((seconds) => load.backward * seconds);
+  return Math.max(most(weights), most(urgent)) + load.host + calls + exposedAllReduce(net, load, hides);
 }
 
 // The mean seconds of a step, and of its compute, mean over ranks.
