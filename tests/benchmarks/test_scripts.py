@@ -246,9 +246,9 @@ def test_the_fault_campaign_finds_defects(tmp_path: Path) -> None:
 def test_simulator(run: Run) -> None:
     found = run(simulator_published)
     assert found["nvidia_tflop"] == pytest.approx(63.9, rel=0.01)
-    claims = ["freescale_64_off", "freescale_128_off"]
-    off = {name: value for name, value in found.items() if name.endswith("_off") and name not in claims}
-    assert len(off) == 10 and max(map(abs, off.values())) <= 0.07
+    off = {name: value for name, value in found.items() if name.endswith("_off") and not name.startswith("freescale")}
+    assert 0.07 < off.pop("nvidia_cutlass_mean_off") <= 0.1, "the page says that the mean is not within 7 %"
+    assert len(off) == 12 and max(map(abs, off.values())) <= 0.07
     assert found["nestpipe_share_1536_low"] <= 0.205 <= found["nestpipe_share_1536_high"]
     assert found["freescale_64_bubble"] == pytest.approx(0.28, abs=0.005)
     results = BENCHMARKS / "results"
