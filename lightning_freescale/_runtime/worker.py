@@ -12,11 +12,12 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Job = Callable[..., Any]
+T = TypeVar("T")
 _current = threading.local()  # has the attribute is_worker in the thread of a worker
 
 
@@ -133,9 +134,9 @@ def start_daemon(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def call_on_daemon(call: Callable[[], Any], name: str) -> Future[Any]:
+def call_on_daemon(call: Callable[[], T], name: str) -> Future[T]:
     """Begin a call on a new thread that may never end, and return its future."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
     start_daemon(partial(resolve, future, call), name)
     return future
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -41,16 +41,12 @@ def until_another_fails(create: Callable[[], T]) -> T:
     if not WAITING:
         return create()
     created = call_on_daemon(create, "freescale connect")
-    while True:
-        try:
-            return created.result(_POLL_SECONDS)
-        except NotInTime:
-            failed = [thread for thread in WAITING if thread.another_failed()]
-        if failed:
+    while not wait([created], _POLL_SECONDS).done:
+        if failed := [thread for thread in WAITING if thread.another_failed()]:
             failed[0].end_waits_in_store()
-            with suppress(NotInTime, RuntimeError):  # the end of a wait while the interpreter exits would abort the process
-                created.result(_END_SECONDS)
+            wait([created], _END_SECONDS)  # the end of a wait while the interpreter exits would abort the process
             raise dist.DistBackendError("another rank has failed while this rank created a process group")
+    return created.result()
 
 
 class MainThread:

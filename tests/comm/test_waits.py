@@ -11,6 +11,7 @@ import time
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,16 @@ import pytest
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.comm import waits
 from lightning_freescale.testing import run_distributed
+from tests.helpers.fake_gpu import on_ranks
 from tests.helpers.recommender import Recommender, fixed_loader, trainer
+
+
+def test_an_error_of_a_creation_is_no_timeout_of_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create() -> None:
+        raise TimeoutError("no address")
+
+    monkeypatch.setattr(waits, "WAITING", [SimpleNamespace(another_failed=lambda: False)])
+    assert [str(error) for error in on_ranks(1, lambda rank: waits.until_another_fails(create), timeout=5)] == ["no address"]
 
 
 def _lines(printed: str) -> list[tuple[str, str]]:

@@ -169,12 +169,12 @@ class FakeDriver:
         if awaited:
             stream.put(wait)
 
-    def count_kernels(self, stream: FakeStream, enqueue: Callable[[], object]) -> int:
+    def count_kernels_and_copies(self, stream: FakeStream, enqueue: Callable[[], object]) -> tuple[int, int]:
         captured: list[Any] = []
         stream.put = captured.append  # type: ignore[method-assign, assignment]
         enqueue()
         del stream.put
-        return self.kernels * len(captured)
+        return self.kernels * len(captured), 0 if self.kernels else len(captured)
 
     def allocate_pinned(self, length: int) -> Tensor:
         return keep(torch.zeros(length, dtype=torch.int32))

@@ -9,7 +9,7 @@
 #include <string.h>
 
 enum { OK = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600 };
-enum { WAIT, COPY, EVENT, KERNEL };
+enum { WAIT, COPY, EVENT, KERNEL, GRAPH };
 typedef uint64_t u64;
 typedef struct operation {
   int kind;
@@ -83,23 +83,25 @@ int cuStreamCreateWithPriority(void **handle, unsigned flags, int priority) {
 }
 int cuStreamBeginCapture_v2(stream *handle, int mode) {
   streams[(size_t)handle - 1].capturing = 1;
+  streams[(size_t)handle - 1].captured = NULL;
   return mode == 2 ? OK : INVALID_VALUE; /* relaxed */
 }
 int cuStreamEndCapture(stream *handle, operation **graph) {
   stream *captured = &streams[(size_t)handle - 1];
-  *graph = captured->captured;
+  *graph = malloc(sizeof **graph);
+  **graph = (operation){GRAPH, 0, NULL, NULL, NULL, captured->captured};
   captured->capturing = 0;
   return OK;
 }
 int cuGraphGetNodes(operation *graph, operation **nodes, size_t *count) {
   size_t found = 0;
-  for (operation *node = graph; node; node = node->next, ++found)
+  for (operation *node = graph->next; node; node = node->next, ++found)
     if (nodes && found < *count) nodes[found] = node;
   *count = found;
   return OK;
 }
 int cuGraphNodeGetType(operation *node, int *type) { *type = node->kind == KERNEL ? 0 : node->kind == COPY ? 1 : 12; return OK; }
-int cuGraphDestroy(operation *graph) { return graph ? OK : INVALID_VALUE; }
+int cuGraphDestroy(operation *graph) { return graph->kind == GRAPH ? OK : INVALID_VALUE; }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned u, unsigned v, unsigned w, unsigned memory,
                    void *handle, void **arguments, void **extra) {
   (void)function, (void)x, (void)y, (void)z, (void)u, (void)v, (void)w, (void)memory, (void)arguments, (void)extra;

@@ -181,7 +181,7 @@ class Proof:
     limit: float  # the time limit of a candidate for all exchanges, in seconds
     chunk_bytes: int  # the chunk size of the lane; the trial has parts of this size and of one byte more or less
     largest_bytes: int = 64 * _MIB  # the size of the largest part, and the approximate size of an exchange
-    typical_bytes: int = 32 * _MIB  # the bytes that a rank sends in a measured exchange
+    typical_bytes: int = 32 * _MIB  # about the bytes that a rank sends in a measured exchange
     late_seconds: float = 0.3  # the delay of a late rank
     _failures: dict[str, str] = field(default_factory=dict)
     _spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

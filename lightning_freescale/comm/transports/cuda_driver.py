@@ -93,8 +93,8 @@ class CudaDriver:
             word.waitValue.value = value % WRAP  # CUDA copies it in the call
         self._call("cuStreamBatchMemOp", self._handles[stream.cuda_stream], len(words), words, 0)
 
-    def count_kernels(self, stream: Any, enqueue: Callable[[], object]) -> int:
-        """Return the number of kernels that ``enqueue`` launches on the stream. They are captured in a graph and do not run."""
+    def count_kernels_and_copies(self, stream: Any, enqueue: Callable[[], object]) -> tuple[int, int]:
+        """Return how many kernels and copies ``enqueue`` enqueues on the stream. A graph captures them, and they do not run."""
         handle = self._handles[stream.cuda_stream]
         # only this mode allows the calls of other threads, and NCCL's own
         self._call("cuStreamBeginCapture", handle, self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -102,14 +102,17 @@ class CudaDriver:
             enqueue()
         except BaseException:
             with suppress(RuntimeError):  # the first error matters
-                self._call("cuStreamEndCapture", handle)
+                self._call("cuGraphDestroy", self._call("cuStreamEndCapture", handle))
             raise
         graph = self._call("cuStreamEndCapture", handle)
-        _, count = self._call("cuGraphGetNodes", graph, 0)
-        nodes, _ = self._call("cuGraphGetNodes", graph, count)
-        kinds = [self._call("cuGraphNodeGetType", node) for node in nodes]
-        self._call("cuGraphDestroy", graph)
-        return kinds.count(self._cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
+        try:
+            _, count = self._call("cuGraphGetNodes", graph, 0)
+            nodes, _ = self._call("cuGraphGetNodes", graph, count)
+            kinds = [self._call("cuGraphNodeGetType", node).name for node in nodes]
+        finally:
+            self._call("cuGraphDestroy", graph)
+        # a driver of CUDA 13 also has nodes for a batch of copies
+        return kinds.count("CU_GRAPH_NODE_TYPE_KERNEL"), sum("MEMCPY" in kind for kind in kinds)
 
     def allocate_pinned(self, length: int) -> Tensor:
         """Return pinned host memory for ``length`` words, int32."""

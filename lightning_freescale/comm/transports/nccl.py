@@ -67,7 +67,8 @@ class ZeroCtaTransport:
     NCCL uses copy engines only if both buffers are in a symmetric window and there are no split sizes. Otherwise, it launches
     kernels without a warning, which :meth:`require_copy_engines` detects. The parts are therefore packed into equal slots of a
     window, in rounds of one slot per pair of ranks. The largest part of any rank determines the width of the slots, so a
-    transfer moves ``size`` times the largest part from every rank. No round is wider than the rest of the largest part.
+    transfer moves ``size`` times the largest part from every rank. A round is as wide as the rest of the largest part, and at
+    most as one slot.
 
     If a rank is late, the transport aborts NCCL's communicator and cannot be used afterwards. Not tested on GPU.
     """
@@ -79,25 +80,33 @@ class ZeroCtaTransport:
         with driver.active():
             self._stream = driver.create_stream()
         self._busy = threading.Lock()
+        self._closing = threading.Lock()
         self._closed = False
         self._kept: Transfer | None = None
 
     def require_copy_engines(self, timeout: timedelta) -> None:
-        """Raise a RuntimeError if NCCL launches kernels for an all-to-all in the window. Collective.
+        """Raise a RuntimeError if NCCL launches kernels, or no copy, for an all-to-all in the window. Collective.
 
-        The first all-to-all connects the ranks and runs. The second one is captured and does not run.
+        The first all-to-all connects the ranks and runs. The second one is captured and does not run. While NCCL is captured,
+        it enqueues single copies instead of a batch. The check therefore shows that NCCL selects copy engines, but not that
+        the GPU executes a batch without kernels.
         """
         packed, arrived = self._communicator.window
         all_to_all = partial(self._communicator.all_to_all, self._stream, arrived, packed)
         with self._driver.active():
             all_to_all()
             self._wait(timeout)
-            kernels = self._driver.count_kernels(self._stream, all_to_all)
+            kernels, copies = self._driver.count_kernels_and_copies(self._stream, all_to_all)
         if kernels:
             raise RuntimeError(
                 f"NCCL launches {kernels} kernels for an all-to-all in a symmetric window instead of using copy engines. Unset "
                 "NCCL_CTA_POLICY, NCCL_WIN_ENABLE, NCCL_CUMEM_ENABLE, NCCL_P2P_DISABLE and NCCL_P2P_LEVEL in the environment, "
                 "/etc/nccl.conf and ~/.nccl.conf. NCCL_DEBUG=INFO prints which of them NCCL reads"
+            )
+        if not copies:
+            raise RuntimeError(
+                f"NCCL enqueues no copy for an all-to-all on the stream of the transport: torch {torch.__version__} may use "
+                "another stream. Update torch, or pass 'peer'"
             )
 
     def move(self, transfer: Transfer, pause: Callable[[], None]) -> None:
@@ -150,7 +159,8 @@ class ZeroCtaTransport:
             raise dist.DistBackendError("the transport was closed")
 
     def _abort(self) -> None:
-        if not self._closed:
-            self._closed = True
+        with self._closing:
+            was_closed, self._closed = self._closed, True
+        if not was_closed:
             # NCCL frees memory, for which CUDA waits until the streams end. If a peer never comes, only this thread waits.
             wait([call_on_daemon(self._communicator.abort, "freescale abort")], _GRACE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -57,21 +57,27 @@ def set_up_transport(
         raise TransportRefused(f"transport={kind!r} {reason}")
     p2p = host.p2p
     near = next(ranks for ranks in topology.hosts.values() if p2p.rank in ranks)
-    transport, reason, limit = None, "", 0.8 * timeout.total_seconds()  # other ranks wait longer for the reason
+    # the other ranks wait for the reason for the whole timeout, which is enough if all begin within the other fifth of it
+    limit = 0.8 * timeout.total_seconds()
     built = call_on_daemon(partial(build_transport, kind, host, near, store, timeout), "freescale set-up")
     try:
-        transport = built.result(limit)
-    except NotInTime:  # NCCL and torch's symmetric memory wait for a rank that has failed
-        reason = f"the set-up did not end within {limit:g} s"
-    except Exception as error:  # all ranks receive the text
-        reason = error_text(error)
-    reasons = p2p.gather_json(reason)
-    failed = "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text)
-    if not failed:
-        return transport
-    if transport is not None:
-        transport.close()
-    raise TransportRefused(f"transport={kind!r} could not be set up: {failed}: pass 'native' or 'host'")
+        wait([built], limit)
+        if not built.done():  # NCCL and torch's symmetric memory wait for a rank that has failed
+            reason = f"the set-up did not end within {limit:g} s"
+        else:
+            reason = error_text(error) if (error := built.exception()) else ""  # all ranks receive the text
+        reasons = p2p.gather_json(reason)
+        if failed := "; ".join(f"rank {rank}: {text}" for rank, text in zip(p2p.ranks, reasons) if text):
+            raise TransportRefused(f"transport={kind!r} could not be set up: {failed}: pass 'native' or 'host'")
+    except BaseException:
+        built.add_done_callback(_close_built)  # also if the set-up ends later
+        raise
+    return built.result()
+
+
+def _close_built(built: Future[Transport]) -> None:
+    if built.exception() is None:
+        built.result().close()
 
 
 def auto_candidates(topology: Topology) -> list[str]:

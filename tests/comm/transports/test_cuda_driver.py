@@ -31,12 +31,15 @@ _STUB = Path(__file__).parents[2] / "helpers" / "stub_libcuda.c"
 class _Driver(CudaDriver):
     def __init__(self) -> None:
         self.called: set[str] = set()
+        self.failing = ""
         with warnings.catch_warnings(record=True) as self.warned:
             warnings.simplefilter("always")
             super().__init__(_DEVICE)
 
     def _call(self, name: str, *args: Any) -> Any:
         self.called.add(name)
+        if name == self.failing:
+            raise RuntimeError(name)
         return super()._call(name, *args)
 
 
@@ -65,9 +68,13 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
     with pytest.raises(RuntimeError, match=r"cuStreamBatchMemOp .*cuda:0.*CUDA_ERROR_INVALID_CONTEXT"):
         driver.wait_words(stream, words, [1])
     with driver.active():
-        kernels = [driver.count_kernels(stream, partial(_enqueue, driver, stream, to, at, words, count)) for count in (0, 2)]
-        with pytest.raises(KeyError):
-            driver.count_kernels(stream, {}.popitem)
+        enqueues: list[Any] = [partial(_enqueue, driver, stream, to, at, words, count) for count in (0, 2)]
+        kernels, copies = zip(*(driver.count_kernels_and_copies(stream, enqueue) for enqueue in (*enqueues, list)))
+        for enqueue, driver.failing, error in ((list, "cuGraphGetNodes", RuntimeError), ({}.popitem, "", KeyError)):
+            driver.called.clear()
+            with pytest.raises(error):
+                driver.count_kernels_and_copies(stream, enqueue)
+            assert "cuGraphDestroy" in driver.called, "the graph would leak"
     driver.called.clear()
     driver.copy(stream, [], [], [])
     driver.wait_words(stream, [], [])
@@ -86,7 +93,7 @@ def _over_stub(library: Path, version: int) -> tuple[set[str], list[bool]]:
         driver.destroy_streams()
     assert torch.equal(targets, sources)
     called, warned = driver.called, []
-    assert kernels == [0, 2]
+    assert kernels == (0, 2, 0) and min(copies[:2]) > 0 and copies[2] == 0
     for cuda.CUDA_VERSION in (12080, 13000):
         warned.append(any("CUDA driver" in str(each.message) for each in _Driver().warned))
     return called, warned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -85,14 +86,17 @@ def test_a_rank_that_does_not_come_ends_it() -> None:
 def test_an_abort_of_nccl_that_does_not_return_delays_the_error_by_no_more_than_the_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nccl_transport, "_GRACE", 0.1)
+    monkeypatch.setattr(nccl_transport, "_GRACE", 0.5)
     nccl, released = FakeNccl(2, 16), threading.Event()
     transport = nccl.transport(0)
     transport._communicator.abort = released.wait  # CUDA frees memory after the streams have ended
+    begun = time.monotonic()
     (error,) = on_ranks(1, lambda rank: transport.move(transfer(rank, [[9, 9]] * 2, 1, 0.1), lambda: None), timeout=10)
-    assert isinstance(error, dist.DistBackendError) and "0.1 s" in str(error)
+    moved_at = time.monotonic()
+    assert isinstance(error, dist.DistBackendError) and "0.1 s" in str(error) and 0.6 <= moved_at - begun < 1.1
     transport._busy.acquire()  # as a call of NCCL does that does not return
     assert on_ranks(1, lambda rank: transport.close(), timeout=10) == [None] and not transport._driver.closed
+    assert 0.5 <= time.monotonic() - moved_at < 1
     released.set()
     nccl._barrier.abort()
 
@@ -132,16 +136,21 @@ def _marking(marks: list[str]) -> Any:
     marks.append("left")
 
 
-@pytest.mark.parametrize("kernels", [0, 3])
+@pytest.mark.parametrize(
+    ("kernels", "elsewhere", "facts"),
+    [(0, False, ()), (3, False, ("3 kernels", "NCCL_CTA_POLICY")), (0, True, ("no copy", "another stream"))],
+)
 def test_a_lane_whose_nccl_would_launch_kernels_is_refused_and_nothing_is_left(
-    kernels: int, monkeypatch: pytest.MonkeyPatch
+    kernels: int, elsewhere: bool, facts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that the communicator has the policy, and its memory a window, before the first of two all-to-alls."""
     size, nccl, drivers = 2, FakeNccl(2, 16), [FakeDriver(rank) for rank in range(2)]
 
+    others = defaultdict[FakeStream, FakeStream](FakeStream)
+
     @contextmanager
     def current(stream: FakeStream) -> Any:
-        _Group.streams.current = stream
+        _Group.streams.current = others[stream] if elsewhere else stream
         yield
 
     given = iter(drivers)
@@ -162,11 +171,25 @@ def test_a_lane_whose_nccl_would_launch_kernels_is_refused_and_nothing_is_left(
 
     built = on_ranks(size, build)
     assert nccl.calls == [[64, 64]] * 2, "32 bytes for each rank, in two halves of at most 70 bytes"
-    if kernels:
-        assert all("3 kernels" in str(error) and "NCCL_CTA_POLICY" in str(error) for error in built)
+    if facts:
+        assert all(isinstance(error, RuntimeError) and fact in str(error) for error in built for fact in facts)
         assert nccl.aborted == [1, 1] and all(driver.closed for driver in drivers)
     else:
         assert moved(built, [lengths(2, 200, seed) for seed in range(3)]) == [[[]] * 3] * 2
+
+
+def test_threads_that_close_and_wait_at_once_abort_nccl_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(transport: ZeroCtaTransport) -> bool:
+        closed: bool = transport.__dict__.get("closed", False)
+        time.sleep(0.05)  # the other threads read the same value
+        return closed
+
+    monkeypatch.setattr(
+        ZeroCtaTransport, "_closed", property(slowly, lambda self, closed: self.__dict__.update(closed=closed)), raising=False
+    )
+    nccl = FakeNccl(2, 16)
+    transport = nccl.transport(0)
+    assert on_ranks(3, lambda thread: transport.close()) == [None] * 3 and nccl.aborted == [1, 0]
 
 
 def test_closing_ends_what_nccl_has_in_flight() -> None:

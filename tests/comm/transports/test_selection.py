@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -126,12 +126,12 @@ def test_what_is_named_and_can_be_had_is_not_refused() -> None:
     assert refusal("peer", _but(_hosts(2, shares=True), 1, gpu="a0")) == ""
 
 
-def _p2ps(size: int) -> list[Any]:
-    said, met = [None] * size, threading.Barrier(size, timeout=5)
+def _p2ps(size: int, seconds: float) -> list[Any]:
+    said, met = [None] * size, threading.Barrier(size)
 
     def gather(rank: int, value: Any) -> list[Any]:
         said[rank] = json.loads(json.dumps(value))
-        met.wait()
+        met.wait(seconds)
         return list(said)
 
     ranks = [10 + each for each in range(size)]
@@ -141,7 +141,7 @@ def _p2ps(size: int) -> list[Any]:
 def _set_up(monkeypatch: pytest.MonkeyPatch, where: Topology, named: str, build: Any, seconds: float = 5) -> list[Any]:
     """Return the transport of every rank if ``build`` creates it."""
     monkeypatch.setattr(selection, "build_transport", lambda kind, host, near, *rest: build(host.p2p.rank, kind, near))
-    p2ps = _p2ps(where.size)
+    p2ps = _p2ps(where.size, seconds)
 
     def run(rank: int) -> Any:
         host: Any = SimpleNamespace(p2p=p2ps[rank])
@@ -159,10 +159,11 @@ def test_host_and_native_can_always_be_had_and_hosts_are_told_who_is_near(monkey
 
 
 class _Built:
-    closed = False
+    def __init__(self) -> None:
+        self.closed = threading.Event()
 
     def close(self) -> None:
-        self.closed = True
+        self.closed.set()
 
 
 def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,24 +175,34 @@ def test_a_rank_that_fails_to_set_up_fails_on_all(monkeypatch: pytest.MonkeyPatc
         return made
 
     results = _set_up(monkeypatch, _hosts(2), "peer", build)
-    assert made.closed
+    assert made.closed.is_set()
     assert all(isinstance(result, TransportRefused) and "rank 11: RuntimeError: no memory" in str(result) for result in results)
 
 
 def test_a_rank_that_waits_in_the_set_up_for_one_that_failed_gives_up_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check NCCL, which waits without a limit."""
+    """Check NCCL, which waits without a limit, and that a transport that is built later is closed."""
 
     def build(rank: int, *rest: Any) -> Any:
         if rank:
-            raise RuntimeError("no memory")
+            raise TimeoutError("no memory")
         failed.wait()
+        return made
 
-    failed = threading.Event()
-    for refused in _set_up(monkeypatch, _hosts(2), "nccl-zero-cta", build, seconds=1):
-        assert "rank 10: the set-up did not end within 0.8 s; rank 11: RuntimeError: no memory" in str(refused)
+    failed, made = threading.Event(), _Built()
+    for refused in _set_up(monkeypatch, _hosts(2), "nccl-zero-cta", build, seconds=2):
+        assert "rank 10: the set-up did not end within 1.6 s; rank 11: TimeoutError: no memory" in str(refused)
     failed.set()
+    assert made.closed.wait(10)
+
+
+def test_a_transport_is_closed_if_another_rank_does_not_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, host = _Built(), SimpleNamespace(p2p=_p2ps(2, 0.1)[0])
+    monkeypatch.setattr(selection, "build_transport", lambda *given: made)
+    with pytest.raises(threading.BrokenBarrierError):
+        set_up_transport("peer", _hosts(2), cast(Any, host), dist.HashStore(), timedelta(seconds=1))
+    assert made.closed.wait(10)
 
 
 DIFFERING: list[tuple[str, list[Any]]] = [
