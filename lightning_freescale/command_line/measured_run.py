@@ -43,7 +43,8 @@ class MeasuredRun:
         if tables is not None:
             self.known |= {"rows": self._quantity(tables["rows"]), "row_bytes": self._quantity(tables["row_bytes"], "B")}
         # of DDP's last bucket, and of the buckets that backward hides
-        moved = [each["moved_bytes"] for each in document["exchanges"] if each["name"].startswith("dense gradients")]
+        buckets = ("dense gradients", "dense gradients (behind backward, at most)")
+        moved = [each["moved_bytes"] for each in document["exchanges"] if each["name"] in buckets]
         if moved and self.ranks > 1:
             reduced = sum(moved) * self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte that often
             # the simulator shards the tables; earlier versions wrote no gradient_bytes

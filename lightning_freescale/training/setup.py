@@ -299,22 +299,28 @@ def wrap_dense(module: nn.Module, sharded: Group[str], device_ids: list[int] | N
         sync_dense(module, sharded)
         return module
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(sharded))
-    options = _bucket_size(reduced, strategy) | strategy.ddp_options
-    return DistributedDataParallel(module, device_ids=device_ids, **options)
+    size = _bucket_size(reduced, strategy)
+    model = DistributedDataParallel(module, device_ids=device_ids, **size, **strategy.ddp_options)
+    if size:
+        # DDP's reducer has the size already. Only torch.compile reads this attribute, and raises an error below 1 MiB
+        model.bucket_bytes_cap = 25 * 2**20
+    return model
 
 
 def _bucket_size(reduced: Sequence[Tensor], strategy: TableStrategy) -> dict[str, Any]:
-    """Return ``bucket_cap_mb`` of DDP on gloo between nodes: a third of the gradients, at least 64 KiB and at most 25 MiB.
+    """Return ``bucket_cap_mb`` of DDP on CPUs of several nodes: a third of the gradients, at least 64 KiB and below 25 MiB.
 
     DDP's own buckets of 1 and 25 MiB hold all gradients of a small model, so their exchange would begin after backward. The
     size follows from the module and the run, so a resumed run has the same buckets: on three or more ranks, sums depend on
-    them. :func:`.lay_out_buckets` cannot restore those of a static graph, which keeps DDP's own.
+    them. :func:`.lay_out_buckets` cannot restore those of a static graph, which keeps DDP's own, nor those of a module with a
+    communication hook. On CPUs, Lightning ignores ``ddp_comm_hook``, and other hooks are registered after construction.
     """
     given = strategy.ddp_options
-    if given.get("static_graph") or "bucket_cap_mb_list" in given or strategy.num_nodes == 1 or dist.get_backend() != "gloo":
+    third = sum(p.nbytes for p in reduced) / 3 / 2**20
+    decided = given.get("static_graph") or given.keys() & {"bucket_cap_mb", "bucket_cap_mb_list"}
+    if decided or strategy.num_nodes == 1 or third >= 25 or any(p.device.type != "cpu" for p in reduced):
         return {}
-    third = sum(p.numel() * p.element_size() for p in reduced) / 3
-    return {"bucket_cap_mb": min(max(third / 2**20, 1 / 16), 25)}
+    return {"bucket_cap_mb": max(third, 1 / 16)}
 
 
 def sync_dense(module: nn.Module, sharded: Group[str]) -> None:

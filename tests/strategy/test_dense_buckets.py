@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_freescale import FreeScaleStrategy
 from lightning_freescale.testing import run_distributed
+from lightning_freescale.training.setup import _bucket_size, wrap_dense
 from tests.helpers.fabric_loop import run_loop, set_up
 from tests.helpers.overlap_training import Case, CountingModel, departures, fit_all
 from tests.helpers.recommender import DIM, Net
@@ -84,3 +87,30 @@ def test_buckets_of_a_third_of_the_gradients_with_the_results_of_ddp(ranks: int)
         buckets = {name: run.statistics for name, run in zip(WAYS, fits["wide"][1:], strict=True)}
         assert buckets == {name: expected for name, (_, expected) in WAYS.items()}
         assert in_fabric == [OURS, ONE]
+
+
+def _between_nodes(**options: Any) -> Any:
+    return SimpleNamespace(num_nodes=2, ddp_options=options)
+
+
+def _compiled() -> None:
+    layers = [layer for _ in range(16) for layer in (nn.Linear(128, 128), nn.Tanh())]  # a third of the gradients: 0.34 MiB
+    for inside in (True, False):
+        torch._dynamo.reset()
+        net: Any = nn.Sequential(*layers)
+        model = wrap_dense(torch.compile(net, backend="eager") if inside else net, (), None, _between_nodes())
+        assert isinstance(model, DistributedDataParallel)
+        run: Any = model if inside else torch.compile(model, backend="eager")
+        for _ in range(2):
+            run(torch.ones(2, 128)).sum().backward()
+        buckets = [len(bucket.parameters()) for bucket in model.reducer._get_zeros_like_grad_buckets()]
+        assert buckets == [12, 12, 8], "the reducer has the strategy's size"
+
+
+def test_compiled_models_keep_the_buckets() -> None:
+    run_distributed(_compiled, 2)
+
+
+def test_torchs_sizes_stay_for_large_models_and_on_other_devices() -> None:
+    for mib, device, expected in ((60, "cpu", {"bucket_cap_mb": 20}), (75, "cpu", {}), (60, "meta", {})):
+        assert _bucket_size([torch.empty(mib, 2**18, device=device)], _between_nodes()) == expected, (mib, device)

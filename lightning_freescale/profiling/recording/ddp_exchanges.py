@@ -26,7 +26,8 @@ def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Generator[N
     The wait for the last gradients is the collective ``dense gradients``. The exchange that backward hides is a background
     exchange of the same name. Its time is an upper bound, from the first ready bucket to the last gradient, because DDP does
     not report when a bucket arrived. It is recorded once DDP has ordered its buckets, after the first backward, if there are
-    two or more. With ``find_unused_parameters``, DDP never orders them. DDP's own reduction does not change.
+    two or more. With ``find_unused_parameters``, DDP never orders them. If no background exchange is recorded, the bytes of all
+    buckets belong to the collective. DDP's own reduction does not change.
     """
     with ExitStack() as around:
         # a DDP that reduces no parameter itself has neither a logger nor buckets
@@ -44,7 +45,8 @@ def ddp_waits_on(timeline: Timeline, model: object, loss: Tensor) -> Generator[N
             waiting = around.enter_context(ExitStack())
 
             def wait_begins() -> None:
-                waiting.enter_context(timeline.collective(GRADIENTS, moved=buckets.moved_last))
+                moved = buckets.moved_last + (0 if first else buckets.moved_before_last)
+                waiting.enter_context(timeline.collective(GRADIENTS, moved=moved))
                 engine.queue_callback(wait_ends)
 
             def wait_ends() -> None:

@@ -244,15 +244,19 @@ def _transfer(document: Document, gain: float) -> _Finding:
     exposed = max(exchanges, key=lambda exchange: exchange["transfer_s"])
     name, moved = exposed["name"], exposed["moved_bytes"] or 0
     behind = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"].endswith("(background)"))
+    buckets = f"{name} (behind backward, at most)"
+    earlier = sum(exchange["moved_bytes"] or 0 for exchange in exchanges if exchange["name"] == buckets)
     why = f"A rank waits {in_ms(exposed['transfer_s'])} ms of a step for {name} that nothing hides"
     if moved:
-        alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"]
+        # DDP sends buckets during backward, which are not always recorded apart
+        alone = exposed["hidden_s"] < _BESIDE * exposed["transfer_s"] and name != "dense gradients"
         fast = f", at {_short(moved / 1e6 / exposed['transfer_s'])} MB/s" if alone else ""
+        fast += f", after {_short(earlier / 1e6)} MB that leave during backward" if earlier else ""
         why += f": {_short(moved / 1e6)} MB{fast}"
     if gain < _FALLS_SHORT / (1 - share):
         why += "; there is too little compute to hide all of it"
     cause = _cause_of_exchange(name, run)
-    if cause == "dense communication" and behind > moved and run.get("overlap") == "on":
+    if cause == "dense communication" and behind > moved + earlier and run.get("overlap") == "on":
         # both share a link, on which the last gradients wait for all earlier bytes
         cause = "embedding exchange"
         why += f", behind {_short(behind / 1e6)} MB of the embedding exchange on the same link"

@@ -73,7 +73,8 @@ def _check_ddp() -> None:
     for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
         records, hidden, _ = _trained(True, **options)
         assert not hidden, options
-        assert [wait.name for record in records for wait in record.collectives] == ["dense gradients"] * 4, options
+        waits = [(wait.name, wait.moved) for record in records for wait in record.collectives]
+        assert waits == [("dense gradients", 3 * LAYER_BYTES)] * 4, (options, "the bytes of all buckets")
 
 
 def test_what_backward_hides_and_what_it_waits_for() -> None:

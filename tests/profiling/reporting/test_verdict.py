@@ -46,6 +46,7 @@ MIXED = _uneven(22.3, 4.8, 0, slow=1.3)
 ROWS, TORCHREC = _exchange("embedding rows", 0.02, 4e6, 0.03), _exchange("all_to_all_single", 0.02, 4e6)
 DENSE, LONG = _exchange("dense gradients", 0.005, None), _exchange("dense gradients")
 BEHIND = _exchange("embedding exchange (background)", 0.0, 6e7, 0.05)
+EARLIER = _exchange("dense gradients (behind backward, at most)", 0.0, 2e7, 0.02)
 
 
 def _report(gains: dict[str, float | None], **more: Any) -> BubbleReport:
@@ -89,6 +90,7 @@ WAYS_OUT = [
     _overlap((TORCHREC, DENSE), EMBEDDING, "overlap=False", overlap="off"),
     _overlap((TORCHREC, DENSE), EMBEDDING, "notice", overlap="impossible"),
     _overlap((BEHIND, LONG), EMBEDDING, "split backward", overlap="on"),
+    _overlap((BEHIND, EARLIER, LONG), DENSELY, "accumulate_grad_batches=", overlap="on"),
     _overlap((TORCHREC, DENSE), EMBEDDING, "Trainer(strategy='freescale')", strategy="ddp"),
     _overlap((TORCHREC,), EMBEDDING, "Trainer(strategy='freescale')", strategy="ddp", sharded_tables=True),
     _overlap((TORCHREC,), OTHERWISE, "torch_profiler_steps", strategy="ddp", sharded_tables=False),
@@ -250,6 +252,9 @@ def test_an_exchange_in_front_of_compute_has_its_speed() -> None:
     assert "1.2 MB" in why and " 6 MB/s" in why
     beside = _exchange("all_to_all_single", 0.2, 1.2e6, hidden=0.1)
     assert "MB/s" not in _verdict({"full overlap": 1.5}, exchanges=(beside,), overlap="on").why
+    for exchanges, moved in (((EARLIER, LONG), "50 MB, after 20 MB that leave during backward"), ((LONG,), "50 MB")):
+        why = _verdict({"full overlap": 1.5}, exchanges=exchanges, overlap="on").why
+        assert "MB/s" not in why and f": {moved}." in why, "DDP may send a part during backward"
     # transfer is a tenth of the time: without it 1.11x
     for gain, short in ((1.1, False), (1.04, True)):
         assert ("too little compute" in _verdict({"full overlap": gain}, exchanges=(ROWS,), overlap="off").why) == short
