@@ -69,7 +69,9 @@ class FreeScaleStrategy(UnshardedCheckpointStrategy):
             such as ``["item_emb"]``. They are called and saved as before. ``"auto"`` shards all modules with at least a million
             values and logs those that cannot be sharded. The default is none.
         split_backward: with ``overlap``, compute the gradients of the dense weights last in backward, while the gradients of
-            the rows are sent. See :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
+            the rows are sent. It pays off if the dense gradients are small compared with the rows that the next batch waits
+            for. Otherwise steps can become longer, because backward hides less of the all-reduce of the dense gradients. See
+            :class:`lightning_freescale.embeddings.overlap.WeightGradientsLast`.
         hot_rows: which rows are hot. A hot row that several ranks of a node request crosses the network once per step, and so
             does the sum of its gradients in the node. All other rows are sent between their owner and every rank. ``"auto"``:
             the rows for which this is faster, by the measured costs of transfers within and between nodes. An int: this number

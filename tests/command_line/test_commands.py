@@ -238,7 +238,7 @@ def _written(path: Path, *, fits: bool = True, **changes: Any) -> Path:
     seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2)
     parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
     sums = sample_features(HISTORIES).sum(axis=2) if fits else None
-    moved = {"dense gradients": 100_000, "dense gradients (behind backward, at most)": 1_000_000}
+    moved = {"dense gradients": 100_000, "dense gradients (behind backward, at most)": 1_000_000, "dense gradients 2": 10**9}
     reduced = [ExchangeFigures(name, 1.0, 0.0, 0.0, 0.0, size, (1, 1)) for name, size in moved.items()]
     made = report_of(parts, np.full((30, 2), 8), features=sums, exchanges=reduced, **changes)
     path.write_text(json.dumps(made.document()))
