@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 violations = runpy.run_path(str(PACKAGE.parent / "scripts" / "plain_english.py"))["violations"]
 
 BUDGETS = {
-    "lines": 37_380,
+    "lines": 37_400,
     "files": 209,
     "lines of the longest file": 400,
     "modules at the top level": 6,
