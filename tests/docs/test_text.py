@@ -195,8 +195,13 @@ def test_the_pictures_show_the_results() -> None:
     assert {path.name: path.read_text() for path in picture.IMAGES.iterdir()} == picture.pictures(), "run `make figures`"
 
 
-RESULT = re.compile(r"(?<![\w.-])[-+]?(?:\d[\d,.]* ?(?:ms|µs|s|%|x|times|[KMG]i?B(?:/s)?)(?![\w/])|\d+\.\d+(?!\w|\.\d))")
-"""A number with the unit of a result, or a ratio. Rates of links are settings."""
+_UNIT = r"(?:ms|µs|s|minutes|hours|%|x|\u00d7|times|TFLOPS?|[KMG]i?B(?:/s)?)(?![\w/])"
+RESULT = rf"(?<![\w.@-])[-+]?(?:\d[\d,.]* ?{_UNIT}|\d+ of \d+|\d+\.\d+(?!\w|\.\d))"
+"""A number with the unit of a result, a ratio or a count of cases. Rates of links are settings."""
+IN_TABLE = rf"{RESULT}|(?<![\w.@-])[-+]?\d[\d,.]*(?!\w)"
+"""Numbers without a unit are results too."""
+PUBLISHED = r"[Pp]ublished|[Pp]aper"
+"""Sentences and columns with figures of others."""
 SETTINGS = [
     "sleep of 1,440 ms",
     "more than 0.1 %",
@@ -204,9 +209,11 @@ SETTINGS = [
     "95 % confidence",
     "goal is at most 2 %",
     "15 % of the compute is assumed",
-    "within 5 % of",
+    "within [57] %",
+    "10 of 100",
+    "shares of compute of 30 % and 90 %",
 ]
-"""Settings and thresholds that are neither in a command nor in the first row or column of a table."""
+"""Settings and thresholds that are not in a command, a list of what is assumed, or the first row or column of a table."""
 
 MEASURED = r"[Mm]easured\]\([./]*benchmarks/"
 """Link of sentences with results, on pages about other things."""
@@ -220,23 +227,39 @@ def _typed_figures(text: str, sentences: str = "") -> list[str]:
     for table in figures.tables():
         template = re.sub(r"\{[^}]*\}", "#", table.template)
         text = table.pattern().sub(lambda _, template=template: template, text)
-    text = re.sub(r"^## Published .*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^.*\n(?=\|-)|^\|[^|]*|^- \*\*Command:.*|^.*[Pp]ublished .*", "", text, flags=re.MULTILINE)
-    text = "\n".join(each for each in re.split(r"(?<=[.:]) |\n", without_code(text)) if re.search(sentences, each))
-    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", text)
-    return RESULT.findall(re.sub("|".join(SETTINGS), "", text))
+    text = without_code(re.sub(r"^- \*\*(?:Command|Assumed):.*", "", text, flags=re.MULTILINE))
+    text = re.sub(r"(?:^\|.*$\n?)+", _cells, text, flags=re.MULTILINE)
+    found = []
+    for line in text.splitlines():
+        cell = line.startswith("|")
+        for each in [line] if cell else re.split(r"(?<=[.:;]) ", line):
+            if re.search(sentences, each) and (cell or not re.search(PUBLISHED, each)):
+                each = re.sub("|".join([r"\[[^\]]*\]\([^)]*\)", *SETTINGS]), "", each)
+                found += re.findall(IN_TABLE if cell else RESULT, each)
+    return found
+
+
+def _cells(table: re.Match[str]) -> str:
+    """Return each cell as a line, without the first row and column and the columns with figures of others."""
+    head, _, *rows = (line.strip("|").split("|") for line in table[0].splitlines())
+    kept = (cell for row in rows for name, cell in list(zip(head, row, strict=True))[1:] if not re.search(PUBLISHED, name))
+    return "".join(f"|{cell}\n" for cell in kept)
 
 
 def test_measured_figures_come_from_results() -> None:
     pages = [ROOT / "README.md", *(DOCS / "benchmarks").glob("*.md")]
     assert {page.name: found for page in pages if (found := _typed_figures(page.read_text()))} == {}, "see scripts/figures.py"
-    others = [*DOCS.glob("*.md"), *(DOCS / "how_to").glob("*.md")]
+    others = [page for page in PAGES if page not in pages]
     assert {page.name: found for page in others if (found := _typed_figures(page.read_text(), MEASURED))} == {}
-    settings = "- **Command:** `a.py`, with 2 ms.\n| | 3 ms |\n|---|--:|\n| 4 KiB at 50 Mbit/s | # |\n[arXiv 2.3](x) 1.2.3"
-    typed = "It takes 0.5 ms, 1,200 MB or 3 % of 7 GB/s at 50 Mbit/s.\n| 1 ms | -1.25 | 2.0x |\nIt is 1.5."
+    head = "| | 3 ms | published |\n|---|--:|--:|\n"
+    settings = f"- **Command:** `a.py`, with 2 ms.\n{head}| 4 KiB at 50 Mbit/s | # | 9 |\n[arXiv 2.3](x) 1.2.3 NDCG@10"
+    typed = f"It takes 0.5 ms, 1,200 MB or 3 % of 7 GB/s at 50 Mbit/s.\n{head}| 1 ms | -1.25, 2.0x, 2173 | 9 |\nIt is 1.5."
     assert _typed_figures(settings) == []
     assert _typed_figures("Of 2 ms, 5 % ([measured](../benchmarks/a.md)).", MEASURED) == ["2 ms", "5 %"]
-    assert _typed_figures(typed) == ["0.5 ms", "1,200 MB", "3 %", "7 GB/s", "-1.25", "2.0x", "1.5"]
+    assert _typed_figures(typed) == ["0.5 ms", "1,200 MB", "3 %", "7 GB/s", "-1.25", "2.0x", "2173", "1.5"]
+    assert _typed_figures("The published run had 9 ms; ours takes 3.5 ms and removes 99 %.") == ["3.5 ms", "99 %"]
+    others = ["20 of 20", "10\u00d7", "12 TFLOPS", "5 minutes"]
+    assert _typed_figures(f"They are {', '.join(others)}.") == others
 
 
 def test_every_result_is_shown() -> None:
