@@ -217,6 +217,8 @@ SETTINGS = [
 
 MEASURED = r"[Mm]easured\]\([./]*benchmarks/"
 """Link of sentences with results, on pages about other things."""
+COMPARED = r"[Mm]easured|faster|slower|longer|shorter|fewer"
+"""Words of sentences with results, in the decisions."""
 
 
 def _typed_figures(text: str, sentences: str = "") -> list[str]:
@@ -251,11 +253,14 @@ def test_measured_figures_come_from_results() -> None:
     assert {page.name: found for page in pages if (found := _typed_figures(page.read_text()))} == {}, "see scripts/figures.py"
     others = [page for page in PAGES if page not in pages]
     assert {page.name: found for page in others if (found := _typed_figures(page.read_text(), MEASURED))} == {}
+    design = (DOCS / "design").glob("*.md")
+    assert {page.name: found for page in design if (found := _typed_figures(page.read_text(), COMPARED))} == {}
     head = "| | 3 ms | published |\n|---|--:|--:|\n"
     settings = f"- **Command:** `a.py`, with 2 ms.\n{head}| 4 KiB at 50 Mbit/s | # | 9 |\n[arXiv 2.3](x) 1.2.3 NDCG@10"
     typed = f"It takes 0.5 ms, 1,200 MB or 3 % of 7 GB/s at 50 Mbit/s.\n{head}| 1 ms | -1.25, 2.0x, 2173 | 9 |\nIt is 1.5."
     assert _typed_figures(settings) == []
     assert _typed_figures("Of 2 ms, 5 % ([measured](../benchmarks/a.md)).", MEASURED) == ["2 ms", "5 %"]
+    assert _typed_figures("It may take 2 ms. It is 3 ms faster.", COMPARED) == ["3 ms"]
     assert _typed_figures(typed) == ["0.5 ms", "1,200 MB", "3 %", "7 GB/s", "-1.25", "2.0x", "2173", "1.5"]
     assert _typed_figures("The published run had 9 ms; ours takes 3.5 ms and removes 99 %.") == ["3.5 ms", "99 %"]
     others = ["20 of 20", "10\u00d7", "12 TFLOPS", "5 minutes"]
