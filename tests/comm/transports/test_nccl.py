@@ -127,6 +127,7 @@ class _Group:
 
     def abort(self) -> None:
         self._nccl.aborted[self._rank] += 1
+        self._nccl._barrier.abort()  # collectives on another stream may still wait
 
 
 @contextmanager
