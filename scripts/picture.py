@@ -40,8 +40,8 @@ def main() -> None:
 
 def pictures() -> dict[str, str]:
     """Return the text of each picture by name."""
-    figures, steps = _result("ladder_8")["figures"], _result("ladder_8_steps")["steps"]
-    return {"step.svg": _steps(figures, steps), "ladder.svg": _ladder(figures)}
+    real = _result("real_hstu_50mbit")
+    return {"step.svg": _steps(real["figures"], real["steps"]), "ladder.svg": _ladder(_result("ladder_8")["figures"])}
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -53,9 +53,10 @@ def _steps(figures: dict[str, float], steps: dict[str, Any]) -> str:
     """Draw the ranks of both runs over one axis of time."""
     end = max(part[2] for ranks in steps.values() for rank in ranks for part in rank)
     drawn, top = [], 0
-    for key, title in {"plain": "plain TorchRec + DDP", "split": "lightning-freescale"}.items():
+    for key, title in {"plain": "plain TorchRec + DDP", "dedup": "lightning-freescale"}.items():
         heading = f"{title}: bubble {100 * figures[f'{key}_bubble']:.1f} %"
-        heading += f", {figures[f'{key}_speed_up']:.2f} times as fast" if f"{key}_speed_up" in figures else ""
+        speed_up = f"{key}_speed_up_vs_plain"
+        heading += f", {figures[speed_up]:.2f} times as fast" if speed_up in figures else ""
         drawn.append(_text(0, top + 14, heading, "title"))
         for number, rank in enumerate(steps[key]):
             drawn.append(_text(LEFT - 6, top + 31 + 14 * number, f"rank {number}", "end"))
@@ -63,7 +64,7 @@ def _steps(figures: dict[str, float], steps: dict[str, Any]) -> str:
                 _bar(top + 22 + 14 * number, 11, KINDS[kind], begin / end, (last - begin) / end) for kind, begin, last in rank
             ]
         top += 34 + 14 * len(steps[key])
-    return _svg("One step of eight ranks, with plain TorchRec and DDP and with lightning-freescale", drawn, top, end)
+    return _svg("One step of two ranks, with plain TorchRec and DDP and with lightning-freescale", drawn, top, end)
 
 
 def _ladder(figures: dict[str, float]) -> str:
@@ -82,10 +83,11 @@ def _ladder(figures: dict[str, float]) -> str:
 def _svg(title: str, drawn: Iterable[str], height: int, milliseconds: float) -> str:
     """Add the axis, the legend and the colours."""
     lines = []
-    for second in range(int(milliseconds / 1000) + 1):
-        x = LEFT + 1000 * second / milliseconds * (WIDTH - LEFT - RIGHT)
+    apart = 1000 if milliseconds > 2000 else 200
+    for time in range(0, int(milliseconds) + 1, apart):
+        x = LEFT + time / milliseconds * (WIDTH - LEFT - RIGHT)
         lines.append(f'<path d="M{x:.1f} 22V{height}"/>')
-        lines.append(_text(x, height + 13, f"{second} s", "middle"))
+        lines.append(_text(x, height + 13, f"{time / 1000:g} s", "middle"))
     for number, name in enumerate(LIGHT):
         x, y = LEFT + 108 * (number % 3), height + 24 + 18 * (number // 3)
         lines.append(f'<rect class="{_class(name)}" x="{x}" y="{y}" width="11" height="11"/>{_text(x + 16, y + 10, name)}')
