@@ -158,9 +158,8 @@ def _nothing(names: list[str], reports: list[Any]) -> list[str]:
     for name, before, after in zip(names[1:], reports, reports[1:]):
         if _equal(before, after) < NOTHING:
             part = removes[name]
-            lines.append(
-                f"{name} has no effect here: {part.replace('_', ' ')} was {before.shares[part]:.1%} of the time without it"
-            )
+            took, takes = before.shares[part], after.shares[part]
+            lines.append(f"{name} gains nothing here: {part.replace('_', ' ')} was {took:.1%} of the time, and is {takes:.1%}")
     return lines
 
 
