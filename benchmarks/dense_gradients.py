@@ -141,7 +141,7 @@ def _fit(name: str, batches: list[dict[str, Any]], options: Any) -> Timed:
         num_nodes=int(os.environ["WORLD_SIZE"]), max_epochs=1, limit_val_batches=0, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(model, DataLoader(batches, batch_size=None))
     return model
 
 

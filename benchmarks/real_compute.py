@@ -48,12 +48,10 @@ import torch
 import torch.distributed as dist
 from demo import quiet
 from harness import finish_on_all_ranks, parser
-from real_fits import RUNGS, Fit
+from real_fits import OURS, RUNGS, Fit
 
 DRAWN = ("plain", "pipeline", "ddp", "plain_once")
 """The rungs with samples as drawn, which are compared with that floor."""
-OURS = ("balance", "overlap", "dedup", "split")
-"""The rungs with our plan, which are compared with that floor."""
 WAITS = ("straggler_wait", "transfer")
 
 

@@ -59,8 +59,8 @@ RUNGS: dict[str, dict[str, Any]] = {
     "split": {"split_backward": True},
 }
 """The options of the strategy for each rung."""
-BALANCED = ("floor", "balance", "overlap", "dedup", "split")
-"""The rungs with our plan; the others have samples as drawn, or the plan that they are named after."""
+OURS = ("balance", "overlap", "dedup", "split")
+"""These rungs and the floor have our plan. The others have samples as drawn, or the plan that they are named after."""
 SKIPPED = 8
 """Steps at the beginning of a fit: pipelines fill, DDP orders its buckets, and padded batches are detected.
 
@@ -146,8 +146,6 @@ class Timed(L.LightningModule):
 
 class HSTU(Timed, hstu.HSTURecommender):
     """The reference HSTU."""
-
-    table = "items"
 
     def rows(self, found: Any, batch: Any) -> Any:
         """Return what a lookup of the batch returns, from the rows that were looked up."""
@@ -261,7 +259,7 @@ def fit(name: str, data: Histories, options: Any, seed: int) -> Fit:
         use_distributed_sampler=False, callbacks=[profiler], limit_val_batches=0, num_sanity_val_steps=0,
     )  # fmt: skip
     with _own_tables() if name.startswith("floor") else nullcontext():
-        if name in BALANCED:
+        if name in ("floor", *OURS):
             trainer.fit(model, FreeScaleDataModule(
                 data, data.lengths, options.batch, cost=cost(options), collate_fn=collate_of(options), seed=seed,
                 loss_reduction="target_mean",
@@ -334,7 +332,7 @@ class _Given(nn.Module):
     """Replaces the table in the rest of a model, and returns the rows that the pipeline has looked up."""
 
     rows: Any = None
-    num_embeddings, embedding_dim = 0, DIM
+    embedding_dim = DIM
 
     def forward(self, ids: Any) -> Any:
         return self.rows

@@ -79,7 +79,7 @@ def _idle(lengths: Floats, attention: float) -> tuple[float, float]:
     dealt = -np.sort(-drawn.reshape(40, -1), axis=1).reshape(drawn.shape)
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]
     loads = drawn.sum(axis=1), dealt.sum(axis=1)
-    return tuple(float(1 - each.mean(axis=1).sum() / each.max(axis=1).sum()) for each in loads)  # type: ignore[return-value]
+    return tuple(float(1 - each.mean(axis=1).sum() / each.max(axis=1).sum()) for each in loads)
 
 
 def _load(

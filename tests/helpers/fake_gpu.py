@@ -171,7 +171,7 @@ class FakeDriver:
 
     def count_kernels_and_copies(self, stream: FakeStream, enqueue: Callable[[], object]) -> tuple[int, int]:
         captured: list[Any] = []
-        stream.put = captured.append  # type: ignore[method-assign, assignment]
+        stream.put = captured.append
         enqueue()
         del stream.put
         return self.kernels * len(captured), 0 if self.kernels else len(captured)
