@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import convergence
 import ladder
@@ -11,6 +12,7 @@ import numpy as np
 import overlap_workload
 import pytest
 import real_compute
+import real_fits
 import what_if
 from contest import Contest
 from fault_counts import Counts, upper_limit
@@ -101,6 +103,23 @@ def test_exposed_times_of_real_compute() -> None:
     assert gained["split_later_less_than_plain"] == pytest.approx(1 - 30 / 200)
     assert gained["split_reduction"] == pytest.approx(220 / 240)
     assert gained["split_speed_up_vs_plain"] == pytest.approx(340 / 130)
+
+
+def test_groups_by_length_leave_out_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that count have the same samples together, and a step has samples of similar length."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(real_fits.dist, "get_world_size", lambda: 2)
+    options = SimpleNamespace(data=None, steps=5, batch=4, max_length=50, rows=30, layers=1, model="hstu")
+    data = real_fits.Histories(options)
+    drawn, grouped = (real_fits.batches_of(name, data, options, seed=3) for name in ("plain", "grouped"))
+    counted = slice(real_fits.SKIPPED, -1)
+    samples = [np.concatenate([np.concatenate(step) for step in steps[counted]]) for steps in (drawn, grouped)]
+    assert sorted(samples[0]) == sorted(samples[1]) and [len(rank) for step in grouped for rank in step] == [4] * 28
+    assert [step[0].tolist() for step in grouped[: real_fits.SKIPPED]] == [s[0].tolist() for s in drawn[: real_fits.SKIPPED]]
+    ends = sorted(
+        (data.lengths[np.concatenate(step)].min(), data.lengths[np.concatenate(step)].max()) for step in grouped[counted]
+    )
+    assert all(longest <= shortest for (_, longest), (shortest, _) in zip(ends, ends[1:]))
 
 
 def test_what_ifs_are_compared_with_runs_without_the_cause() -> None:
