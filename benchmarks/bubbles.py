@@ -12,7 +12,6 @@ prints the difference between report and expectation, as a share of the wall tim
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from harness import finish_on_all_ranks, parser
+from netlab import link_rate
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -68,7 +68,7 @@ def main() -> None:
     if rank == 0:
         report = profiler.report
         assert report is not None
-        rate = _bytes_per_second(os.environ["NETLAB_RATE"])
+        rate = link_rate()
         wire = options.kib * 1024 / world * (world - 1) / rate
         print(f"transfer: {1e3 * wire:.1f} ms on the wire, {1e3 * model.small:.1f} ms for small messages")
         truth = np.stack([_truth(step, wire + model.small) for step in np.stack(of_ranks, axis=1)[report.steps]])
@@ -196,13 +196,6 @@ def _compare(report: Any, truth: np.ndarray, options: Any) -> dict[str, float]:
         "named": float(list(named) == ([] if options.slow is None else [options.slow])),
         "overhead": report.overhead.total / wall,
     }
-
-
-def _bytes_per_second(rate: str) -> float:
-    match = re.fullmatch(r"([\d.]+)([mg])bit", rate)
-    if match is None:
-        sys.exit(f"NETLAB_RATE={rate!r}: run this under benchmarks/netlab.py with a rate in mbit or gbit")
-    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
 
 
 def _options() -> Any:

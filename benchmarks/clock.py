@@ -23,10 +23,10 @@ sys.path.append(str(Path(__file__).parent))
 import harness
 import torch
 import torch.distributed as dist
+from netlab import link_rate
 
 from lightning_freescale.profiling.clock_sync import Alignment
 
-RATES = {"mbit": 1e6, "gbit": 1e9}
 MESSAGE = 1 << 20
 Sample = tuple[float, float, float, float, bool]  # error, uncertainty, round trip, duration, whether the transfer outlasted it
 
@@ -54,7 +54,7 @@ def _loaded(alignment: Alignment, group: dist.ProcessGroup, beside: dist.Process
     """Measure while each rank sends to the next one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seconds = 0.5 + 0.04 * rounds * (size - 1)
-    messages = int(seconds * _bytes_per_second() / MESSAGE) + 1
+    messages = int(seconds * link_rate() / MESSAGE) + 1
     sent, received = torch.zeros(MESSAGE, dtype=torch.uint8), torch.empty(messages, MESSAGE, dtype=torch.uint8)
     works = [dist.irecv(row, group=beside, group_src=(rank - 1) % size) for row in received]
     works += [dist.isend(sent, group=beside, group_dst=(rank + 1) % size) for _ in range(messages)]
@@ -98,14 +98,6 @@ def _part(name: str, own: list[Sample]) -> dict[str, float]:
             f"{name:8}" + "  ".join(f"{key.removeprefix(name + '_')} {value:.4g}" for key, value in figures.items()), flush=True
         )
     return figures
-
-
-def _bytes_per_second() -> float:
-    rate = os.environ["NETLAB_RATE"]
-    unit = next((unit for unit in RATES if rate.endswith(unit)), None)
-    if unit is None:
-        sys.exit(f"--rate {rate}: the transfer needs a shaped link, in {' or '.join(RATES)}")
-    return float(rate.removesuffix(unit)) * RATES[unit] / 8
 
 
 if __name__ == "__main__":

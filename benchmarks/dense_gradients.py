@@ -34,6 +34,7 @@ import torch
 from demo import quiet
 from harness import finish_on_all_ranks, parser
 from hstu import CollateWithNegatives, HSTURecommender
+from netlab import link_rate
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader
 
@@ -63,7 +64,7 @@ def main() -> None:
             steps[name].append(1e3 * np.diff(fits[name].began)[SKIPPED:])
     figures: dict[str, float] = {}
     ranks = int(os.environ["WORLD_SIZE"])
-    bandwidth = _bytes_per_second(os.environ["NETLAB_RATE"]) * ranks / (2 * (ranks - 1))  # of an all-reduce
+    bandwidth = link_rate(unshaped=float("inf")) * ranks / (2 * (ranks - 1))  # of an all-reduce
     rank_0 = os.environ["RANK"] == "0"
     if rank_0:
         print(f"{'':<14}{'step ms':>9}{'exposed ms':>12}{'predicted':>11}  buckets in KiB")
@@ -153,10 +154,6 @@ def _predicted(step: Sequence[tuple[float, int]], buckets: Sequence[int], bandwi
         ready = -step[int(np.searchsorted(ends, end))][0]
         free = max(free, ready) + size / bandwidth
     return max(0.0, float(free))
-
-
-def _bytes_per_second(rate: str) -> float:
-    return float("inf") if rate == "none" else float(rate.removesuffix("mbit")) * 1e6 / 8
 
 
 def _options() -> Any:

@@ -34,11 +34,11 @@ sys.path.append(str(Path(__file__).parent))
 import harness
 import torch
 import torch.distributed as dist
+from netlab import link_rate
 from torch import Tensor
 
 from lightning_freescale.comm import ProcessGroupFreeScaleOptions
 
-RATES = {"mbit": 1e6, "gbit": 1e9}
 HIGH, LOW = 64 * 1024, 64 * 1024 * 1024
 Action = Callable[[], Any]
 
@@ -184,19 +184,10 @@ def _took(action: Action) -> float:
 
 def _tensors(options: Any) -> tuple[Tensor, Tensor, float]:
     """Return the input, the output and the ideal time in milliseconds."""
-    size, rate = dist.get_world_size(), _rate()
+    size, rate = dist.get_world_size(), link_rate()
     length = int(options.mbytes * 2**20 if options.mbytes else 0.5 * rate) // size * size
     sent = torch.randint(0, 255, (length,), dtype=torch.uint8)
     return sent, torch.empty_like(sent), 1000 * length * (size - 1) / size / rate
-
-
-def _rate() -> float:
-    """Return the rate of a link in bytes per second."""
-    text = os.environ.get("NETLAB_RATE", "")
-    unit = next((unit for unit in RATES if text.endswith(unit)), None)
-    if unit is None:
-        sys.exit(f"NETLAB_RATE={text!r}: run this under benchmarks/netlab.py with a --rate in mbit or gbit")
-    return float(text.removesuffix(unit)) * RATES[unit] / 8
 
 
 def _ways(output: Tensor, input: Tensor, asynchronous: bool = False) -> dict[str, Action]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,20 @@ def main() -> int:
     del os.environ[_INSIDE]
     _build(options)
     return _wait(_start(options), options.timeout)
+
+
+def link_rate(unshaped: float | None = None) -> float:
+    """Return the rate of a link in bytes per second and direction, in a rank of this command, and ``unshaped`` for no rate.
+
+    It ends the program outside of netlab, with a unit other than mbit or gbit, and without a rate if ``unshaped`` is None.
+    """
+    text = os.environ.get("NETLAB_RATE", "")
+    if text == "none" and unshaped is not None:
+        return unshaped
+    found = re.fullmatch(r"([\d.]+)([mg])bit", text)
+    if found is None:
+        sys.exit(f"NETLAB_RATE={text!r}: run this under benchmarks/netlab.py with a --rate in mbit or gbit")
+    return float(found[1]) * {"m": 1e6, "g": 1e9}[found[2]] / 8
 
 
 def available() -> str | None:

@@ -20,6 +20,8 @@ overlap      rows exchanged during compute
 dedup        each row once per rank and step: the default
 split        the gradients of dense weights last
 
+Link is the time that a link needs for the bytes of a step, so no schedule of the same bytes makes the step shorter.
+
 Exposed is the time in which ranks wait for others or for a transfer (straggler wait and transfer of the profiler), beyond that
 of the floor with the same assignment. The pipeline has no profiler: its waits are its step without the time in which ranks of
 plain do not wait. Later is the median step beyond that of the floor. It also contains processor time, because the exchange and
@@ -48,6 +50,7 @@ import torch
 import torch.distributed as dist
 from demo import quiet
 from harness import finish_on_all_ranks, parser
+from netlab import link_rate
 from real_fits import OURS, RUNGS, Fit
 
 DRAWN = ("plain", "pipeline", "ddp", "plain_once")
@@ -79,10 +82,10 @@ def summarize(runs: dict[str, list[Fit]]) -> dict[str, float]:
     figures: dict[str, float] = {}
     rounds: list[dict[str, float]] = [{} for _ in range(max(map(len, runs.values())))]
     for name, fits in runs.items():
-        key, seconds = name.replace("-", "_"), [_mean_over_ranks(fit.seconds) for fit in fits]
+        key, counted = name.replace("-", "_"), [_mean_over_ranks(fit.counted) for fit in fits]
         shares = {part: float(np.mean([fit.shares.get(part, 0.0) for fit in fits])) for part in ("compute", *ladder.PARTS)}
-        figures |= figures_of(key, np.concatenate(seconds), shares)
-        for of_round, each, fit in zip(rounds, seconds, fits):
+        figures |= figures_of(key, np.concatenate(counted), shares)
+        for of_round, each, fit in zip(rounds, counted, fits):
             of_round |= figures_of(key, each, fit.shares)
     for key in (name.replace("-", "_") for name in runs if not name.startswith("floor")):
         gained, by_round = compare(figures, key), [compare(each, key) for each in rounds]
@@ -94,17 +97,18 @@ def summarize(runs: dict[str, list[Fit]]) -> dict[str, float]:
     return figures
 
 
-def _mean_over_ranks(seconds: Any) -> Any:
-    mean = torch.from_numpy(seconds)
+def _mean_over_ranks(counted: Any) -> Any:
+    mean = torch.from_numpy(counted)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).numpy()
 
 
-def figures_of(key: str, seconds: Any, shares: dict[str, float]) -> dict[str, float]:
-    """Return the figures of a rung from wall and processor seconds of each step, and shares of the time, if there are any."""
-    wall, processor = 1e3 * seconds.T
+def figures_of(key: str, counted: Any, shares: dict[str, float]) -> dict[str, float]:
+    """Return the figures of a rung from the counters of each step, as in a Fit, and shares of the time, if there are any."""
+    wall, processor, sent = counted.T * [[1e3], [1e3], [1.0]]
     low, middle, high = np.percentile(wall, [25, 50, 75])
     found = {"low_ms": low, "ms": middle, "high_ms": high, "mean_ms": wall.mean(), "cpu_ms": processor.mean()}
+    found |= {"sent_mb": sent.mean() / 1e6, "link_ms": 1e3 * sent.mean() / link_rate(float("inf"))}
     if shares.get("compute"):
         waits = wall.mean() * sum(shares[part] for part in WAITS)
         found |= {part: shares[part] for part in ladder.PARTS} | {"bubble": 1 - shares["compute"], "waits_ms": waits}
@@ -151,9 +155,9 @@ def _show(figures: dict[str, float], options: Any) -> None:
         print(_row(name, figures))
 
 
-_HEAD = {"": 12, "step ms": 9, "half within": 15, "CPU ms": 8, "bubble": 8, "straggler": 11, "transfer": 10, "exposed ms": 12,
-         "later ms": 10, "less exposed than plain": 26, "pipeline": 10, "less late": 11, "pipeline ": 10, "r": 8,
-         "of allowed": 12, "speed-up over plain": 22}  # fmt: skip
+_HEAD = {"": 12, "step ms": 9, "half within": 15, "CPU ms": 8, "link ms": 9, "bubble": 8, "straggler": 11, "transfer": 10,
+         "exposed ms": 12, "later ms": 10, "less exposed than plain": 26, "pipeline": 10, "less late": 11, "pipeline ": 10,
+         "r": 8, "of allowed": 12, "speed-up over plain": 22}  # fmt: skip
 
 
 def _row(name: str, figures: dict[str, float]) -> str:
@@ -161,11 +165,11 @@ def _row(name: str, figures: dict[str, float]) -> str:
     of = {figure.removeprefix(f"{key}_"): value for figure, value in figures.items() if figure.startswith(f"{key}_")}
     ends = {figure: f"({of[f'{figure}_least']:.2f} - {of[f'{figure}_most']:.2f})" for figure in of if f"{figure}_least" in of}
     half = f"{of['low_ms']:.0f} - {of['high_ms']:.0f}"
-    row = f"{name:<12}{of['ms']:9.1f}{half:>15}{of['cpu_ms']:8.1f}"
+    row = f"{name:<12}{of['ms']:9.1f}{half:>15}{of['cpu_ms']:8.1f}{of['link_ms']:9.1f}"
     columns = {"bubble": ".1%", "straggler_wait": ".1%", "transfer": ".1%", "exposed_ms": ".1f", "later_ms": ".1f",
                "exposed_less_than_plain": ".1%", "exposed_less_than_pipeline": ".1%", "later_less_than_plain": ".1%",
                "later_less_than_pipeline": ".1%", "reduction": ".1%", "of_allowed": ".1%"}  # fmt: skip
-    for (figure, form), width in zip(columns.items(), [*_HEAD.values()][4:]):
+    for (figure, form), width in zip(columns.items(), [*_HEAD.values()][5:]):
         row += f"{format(of[figure], form) if figure in of else '':>{width}}"
     figure = "speed_up_vs_plain"
     return row + (f"{of[figure]:6.2f} {ends.get(figure, ''):>15}" if figure in of else "")

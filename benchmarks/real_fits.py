@@ -122,15 +122,16 @@ def batches_of(name: str, data: Histories, options: Any, seed: int) -> list[list
 # -- models
 
 
-def clocks() -> tuple[float, float]:
-    """Return the seconds of wall time and of this process's processor time."""
-    return time.perf_counter(), time.process_time()
+def counters() -> tuple[float, float, float]:
+    """Return the seconds of wall time and of this process's processor time, and the bytes that this host has sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return time.perf_counter(), time.process_time(), float(sum(int(line.partition(":")[2].split()[8]) for line in lines))
 
 
 class Timed(L.LightningModule):
-    """Records the wall time and the processor time at the start of each step."""
+    """Records the counters at the start of each step."""
 
-    began: list[tuple[float, float]]
+    began: list[tuple[float, float, float]]
 
     def on_train_start(self) -> None:
         """Begin."""
@@ -138,7 +139,7 @@ class Timed(L.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Record the start of a step."""
-        self.began.append(clocks())
+        self.began.append(counters())
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log nothing."""
@@ -231,12 +232,12 @@ def cost(options: Any) -> CostModel:
 
 @dataclass(frozen=True)
 class Fit:
-    """Wall and processor seconds of each counted step on this rank, shape ``[steps, 2]``.
+    """Wall and processor seconds and sent bytes of each counted step on this rank, shape ``[steps, 3]``.
 
     Rank 0 also has shares of all ranks' time and a typical step, except of a pipeline.
     """
 
-    seconds: NDArray[np.float64]
+    counted: NDArray[np.float64]
     shares: dict[str, float]
     step: list[list[Any]]
 
@@ -266,10 +267,10 @@ def fit(name: str, data: Histories, options: Any, seed: int) -> Fit:
             ))  # fmt: skip
         else:
             trainer.fit(model, _loader(name, data, options, seed))
-    seconds = np.diff([*model.began, clocks()], axis=0)[skipped:-1]
+    counted = np.diff([*model.began, counters()], axis=0)[skipped:-1]
     report = profiler.report
     traced = report.median_step["ranks"] if report is not None and report.median_step else []
-    return Fit(seconds, {} if report is None else dict(report.shares), [timeline(rank) for rank in traced])
+    return Fit(counted, {} if report is None else dict(report.shares), [timeline(rank) for rank in traced])
 
 
 def timeline(intervals: Sequence[Sequence[Any]]) -> list[Any]:
@@ -381,9 +382,9 @@ def _fit_pipeline(data: Histories, options: Any, seed: int) -> Fit:
     batches, marks = _traceable(model, _loader("pipeline", data, options, seed)), []
     with overlap_wire.Wire().patched():  # receives are posted first, as in the other rungs
         for _ in range(total_steps(options)):
-            marks.append(clocks())
+            marks.append(counters())
             pipeline.progress(batches)
-    return Fit(np.diff([*marks, clocks()], axis=0)[SKIPPED:-1], {}, [])
+    return Fit(np.diff([*marks, counters()], axis=0)[SKIPPED:-1], {}, [])
 
 
 def _traceable(model: Any, loader: DataLoader[Any]) -> Iterator[Batch]:

@@ -88,14 +88,16 @@ def test_gains_of_the_ladder() -> None:
     assert ladder.spread([gained, other])["split_reduction_most"] == pytest.approx(1.0)
 
 
-def test_exposed_times_of_real_compute() -> None:
+def test_exposed_times_of_real_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks wait 10 ms at the floor, 50 ms with samples as drawn, and 250 ms in plain; the pipeline is 20 ms faster."""
+    monkeypatch.setenv("NETLAB_RATE", "50mbit")
     figures: dict[str, float] = {}
     waits = {"floor": (100, 10), "floor_drawn": (140, 50), "plain": (340, 250), "pipeline": (320, 0), "split": (130, 30)}
     for key, (step, wait) in waits.items():
         shares = {"compute": 1 - wait / step, **dict.fromkeys(ladder.PARTS, 0.0), "transfer": wait / step}
-        seconds = np.full((4, 2), step / 1000)
-        figures |= real_compute.figures_of(key, seconds, {} if key == "pipeline" else shares)
+        counted = np.tile([step / 1000, step / 1000, 250_000], (4, 1))
+        figures |= real_compute.figures_of(key, counted, {} if key == "pipeline" else shares)
+    assert figures["split_sent_mb"] == 0.25 and figures["split_link_ms"] == pytest.approx(40)
     gained = real_compute.compare(figures, "split")
     assert gained["split_exposed_ms"] == pytest.approx(20) and gained["split_later_ms"] == pytest.approx(30)
     assert gained["split_exposed_less_than_plain"] == pytest.approx(0.9)
