@@ -29,6 +29,7 @@ LABELS = {
     "base": "compute independent of histories",
     "exponent": "popularity exponent",
     "dense_bytes": "dense gradients",
+    "last_bucket": "dense gradients of the last bucket",
     "host": "host work per step",
     "call": "time of a Python call",
     "contention": "contention for multiprocessors",

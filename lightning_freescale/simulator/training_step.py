@@ -28,6 +28,7 @@ class TrainingLoad:
         catalogue: Number and popularity of the rows.
         row_bytes: Bytes of the rows of all tables that an item looks up.
         dense_bytes: Bytes of the gradients that are reduced over all ranks.
+        last_bucket: Bytes of the last bucket of DDP, which is reduced after backward. It has at most ``dense_bytes``.
         host: Seconds of a step for the loop, launches and waiting for data.
         overlap_calls: Number of Python calls of the overlapped exchange, per step and per rank.
         call: Seconds of such a call.
@@ -48,6 +49,7 @@ class TrainingLoad:
     catalogue: Catalogue = field(default_factory=Catalogue)
     row_bytes: int = 1024
     dense_bytes: Quantity = field(default_factory=lambda: assumed(2e8, 1e7, 1e9, "B", "50 million dense parameters"))
+    last_bucket: Quantity = field(default_factory=lambda: assumed(1.25e7, 1e6, 2.5e7, "B", "DDP's buckets of 25 MiB"))
     host: Quantity = field(default_factory=lambda: assumed(2e-3, 1e-3, 6e-3, "s", "training loop and kernel launches"))
     overlap_calls: tuple[int, int] = (855, 79)
     call: Quantity = field(default_factory=lambda: assumed(1.5e-7, 1e-7, 5e-7, "s", "a Python call"))
@@ -240,5 +242,10 @@ def _slowed(work: Floats, span: Floats, slower: float) -> Floats:
 
 
 def _exposed_all_reduce(behind: Floats, load: TrainingLoad, network: Network) -> float:
-    """Return the seconds of the dense all-reduce beyond ``behind``, in which ranks compute while gradients are ready."""
-    return max(0.0, network.all_reduce(load.dense_bytes.value, len(behind)) - float(behind.min()))
+    """Return the seconds of the dense all-reduce after backward.
+
+    ``behind`` is the time in which ranks compute while gradients are ready. It does not hide the last bucket.
+    """
+    dense, ranks = load.dense_bytes.value, len(behind)
+    last = network.all_reduce(min(load.last_bucket.value, dense), ranks)
+    return max(last, network.all_reduce(dense, ranks) - float(behind.min()))

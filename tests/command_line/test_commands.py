@@ -254,7 +254,7 @@ def test_a_report_replaces_assumptions(simulated: Callable[..., str], tmp_path: 
     assert out.startswith("report.json: 480 samples; lengths: ") and "max 200, measured" in out and "of 8 histories" in out
     known = json.loads((tmp_path / "found.json").read_text())["known"]
     of_run = {"linear": 3e-5, "quadratic": 2e-8, "base": 0.002, "host": 0.004, "dense_bytes": 1.1e6, "batch_size": 8}
-    for name, value in {**of_run, "rows": 4001, "row_bytes": 256}.items():
+    for name, value in {**of_run, "last_bucket": 1e5, "rows": 4001, "row_bytes": 256}.items():
         assert (known[name]["word"], known[name]["source"]) == ("measured", "report.json"), name
         assert known[name]["value"] == pytest.approx(value, rel=0.15), name
         assert 0 <= known[name]["low"] <= known[name]["value"] <= known[name]["high"], name
@@ -275,6 +275,7 @@ def test_a_report_of_a_plain_run(simulated: Callable[..., str], tmp_path: Path) 
     simulated("--report", report, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["known"]["dense_bytes"]["value"] == pytest.approx(1e5) and found["known"]["linear"]["word"] == "assumed"
+    assert found["known"]["last_bucket"]["word"] == "assumed"
     mean = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2).mean()
     # with the lengths of the run, the step of the prediction computes as long as that of the run
     report = _written(report, fits=False, workload=KNOWN)

@@ -27,8 +27,8 @@ def exactly(value: float) -> Quantity:
 
 NET = Network(exactly(100.0), exactly(0.0), exactly(0.0), 1, exactly(1e9))
 LOAD = TrainingLoad(
-    2, linear=exactly(1.0), quadratic=exactly(0.0), row_bytes=4, dense_bytes=exactly(0.0), host=exactly(0.0),
-    call=exactly(0.0), contention=exactly(0.0), late_weights=exactly(0.25), split_cost=exactly(0.0),
+    2, linear=exactly(1.0), quadratic=exactly(0.0), row_bytes=4, dense_bytes=exactly(0.0), last_bucket=exactly(0.0),
+    host=exactly(0.0), call=exactly(0.0), contention=exactly(0.0), late_weights=exactly(0.25), split_cost=exactly(0.0),
 )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ def _traffic(compute: Any, ids: float = 0.0, rows: float = 0.0, colliding: float
 OVERLAP, DEDUP = Techniques(overlap=True), Techniques(overlap=True, dedup=True)
 SPLIT, SM_FREE = Techniques(overlap=True, split_backward=True), Techniques(overlap=True, sm_free=True)
 LATE = replace(NET, latency=exactly(0.5), peer_latency=exactly(0.25))
+BUCKETS = replace(LOAD, last_bucket=exactly(200.0))
 BUSY, SLOWED = replace(LOAD, host=exactly(3.0), base=exactly(1.0)), replace(LOAD, contention=exactly(0.25))
 PLAIN = _traffic([4.0, 10.0], ids=400, rows=800)
 # 4 of 8 parts of 800 bytes cross between the nodes in each direction; in two levels, a quarter of them
@@ -65,6 +66,10 @@ STEPS = {  # traffic, load, network, techniques, seconds
     "no contention": (_traffic([10.0] * 2, 0, 600), SLOWED, NET, SM_FREE, 10),
     # 2 x 1/2 x 1000 bytes at 100 B/s behind two thirds of 9 s
     "all-reduce": (_traffic([9.0] * 2), replace(LOAD, dense_bytes=exactly(1000.0)), NET, Techniques(), 9 + 4),
+    "a hidden all-reduce": (_traffic([18.0] * 2), replace(LOAD, dense_bytes=exactly(1000.0)), NET, Techniques(), 18),
+    # 2 s of the last bucket begin after backward, and a smaller model has no more bytes than the bucket
+    "the last bucket": (_traffic([18.0] * 2), replace(BUCKETS, dense_bytes=exactly(1000.0)), NET, Techniques(), 18 + 2),
+    "one bucket": (_traffic([18.0] * 2), replace(BUCKETS, dense_bytes=exactly(100.0)), NET, Techniques(), 18 + 1),
     # a split backward computes the gradients of weights last, in 2.5 s of 10 s
     "all-reduce, split": (_traffic([10.0] * 2), replace(LOAD, dense_bytes=exactly(1000.0)), NET, SPLIT, 10 + 7.5),
     "nodes": (NODES, LOAD, replace(NET, ranks_per_node=4), DEDUP, 2 * 400 / 100),

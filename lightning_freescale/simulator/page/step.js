@@ -62,10 +62,10 @@ function finish(net, arrival, outgoing, incoming, hotOwner, nodeShare = null) {
 
 function exposedAllReduce(net, load, behind) {
   const ranks = behind.length;
-  if (ranks === 1 || load.dense_bytes === 0) return 0;
   const slowest = ranks > net.ranks_per_node ? net.bandwidth : net.node_bandwidth;
-  const seconds = 2 * net.latency + (((2 * (ranks - 1)) / ranks) * load.dense_bytes) / slowest;
-  return Math.max(0, seconds + most(behind.map((value) => -value)));
+  const seconds = (size) => (ranks === 1 || size === 0 ? 0 : 2 * net.latency + (((2 * (ranks - 1)) / ranks) * size) / slowest);
+  const last = seconds(Math.min(load.last_bucket, load.dense_bytes));
+  return Math.max(last, seconds(load.dense_bytes) + most(behind.map((value) => -value)));
 }
 
 // The compute and the exchanged bytes of each step, from the sums of 1, L and L² over each rank's samples.
