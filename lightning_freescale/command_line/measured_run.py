@@ -43,16 +43,16 @@ class MeasuredRun:
         if tables is not None:
             self.known |= {"rows": self._quantity(tables["rows"]), "row_bytes": self._quantity(tables["row_bytes"], "B")}
         # of DDP's last bucket, and of the buckets that backward hides
-        moved = {each["name"]: each["moved_bytes"] for each in document["exchanges"]}
-        last, behind = map(moved.get, ("dense gradients", "dense gradients (behind backward, at most)"))
-        if (last or behind) and self.ranks > 1:
+        buckets = ("dense gradients", "dense gradients (behind backward, at most)")
+        moved = {each["name"]: each["moved_bytes"] for each in document["exchanges"] if each["name"] in buckets}
+        if moved and self.ranks > 1:
             ring = self.ranks / (2 * (self.ranks - 1))  # a ring moves each byte 1 / ring times
-            reduced = ((last or 0.0) + (behind or 0.0)) * ring
+            last, reduced = moved.get(buckets[0], 0.0) * ring, sum(moved.values()) * ring
             # the simulator shards the tables; earlier versions wrote no gradient_bytes
             share = 0.0 if tables is None else tables["reduced_bytes"] / max(tables.get("gradient_bytes", reduced), 1.0)
             self.known["dense_bytes"] = self._quantity(max(reduced * (1 - share), 0.0), "B")
             if share == 0:  # else the last bucket can contain the gradients of tables
-                self.known["last_bucket"] = self._quantity((last or 0.0) * ring, "B")
+                self.known["last_bucket"] = self._quantity(last, "B")
 
     def costs(self) -> dict[str, Quantity]:
         """Return compute by the fields of TrainingLoad, from a fit to the lengths of each step."""
