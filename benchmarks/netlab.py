@@ -56,11 +56,11 @@ def main() -> int:
 
 
 def link_rate(unshaped: float | None = None) -> float:
-    """Return the rate of a link in bytes per second and direction, in a rank of this command, and ``unshaped`` for no rate.
+    """Return the rate of a link in bytes per second and direction, in a rank of this command.
 
-    It ends the program outside of netlab, with a unit other than mbit or gbit, and without a rate if ``unshaped`` is None.
+    Without a rate, and outside of netlab, return ``unshaped``, or end the program if it is None.
     """
-    text = os.environ.get("NETLAB_RATE", "")
+    text = os.environ.get("NETLAB_RATE", "none")
     if text == "none" and unshaped is not None:
         return unshaped
     found = re.fullmatch(r"([\d.]+)([mg])bit", text)

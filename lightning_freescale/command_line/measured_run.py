@@ -51,7 +51,8 @@ class MeasuredRun:
             # the simulator shards the tables; earlier versions wrote no gradient_bytes
             share = 0.0 if tables is None else tables["reduced_bytes"] / max(tables.get("gradient_bytes", reduced), 1.0)
             self.known["dense_bytes"] = self._quantity(max(reduced * (1 - share), 0.0), "B")
-            if share == 0:  # else the last bucket can contain the gradients of tables
+            # the last bucket can contain gradients of tables, and the report does not always divide the buckets
+            if share == 0 and buckets[1] in moved:
                 self.known["last_bucket"] = self._quantity(last, "B")
 
     def costs(self) -> dict[str, Quantity]:

@@ -233,12 +233,13 @@ def test_options_replace_assumptions(simulated: Callable[..., str], tmp_path: Pa
 HISTORIES = np.minimum(LENGTHS, 200).reshape(30, 2, 8)
 
 
-def _written(path: Path, *, fits: bool = True, **changes: Any) -> Path:
+def _written(path: Path, *, fits: bool = True, hidden: bool = True, **changes: Any) -> Path:
     """Write the report of a run that cut its histories at 200, without known histories if it does not fit."""
     seconds = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2)
     parts = np.array([[step(0.1, forward=each, host_overhead=0.004) for each in ranks] for ranks in seconds])
     sums = sample_features(HISTORIES).sum(axis=2) if fits else None
     moved = {"dense gradients": 100_000, "dense gradients (behind backward, at most)": 1_000_000, "dense gradients 2": 10**9}
+    moved = moved if hidden else {"dense gradients": 1_100_000}  # as with find_unused_parameters=True
     reduced = [ExchangeFigures(name, 1.0, 0.0, 0.0, 0.0, size, (1, 1)) for name, size in moved.items()]
     made = report_of(parts, np.full((30, 2), 8), features=sums, exchanges=reduced, **changes)
     path.write_text(json.dumps(made.document()))
@@ -276,6 +277,9 @@ def test_a_report_of_a_plain_run(simulated: Callable[..., str], tmp_path: Path) 
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["known"]["dense_bytes"]["value"] == pytest.approx(1e5) and found["known"]["linear"]["word"] == "assumed"
     assert found["known"]["last_bucket"]["word"] == "assumed"
+    simulated("--report", _written(report, hidden=False, workload=KNOWN), "--json", tmp_path / "found.json", alone=True)
+    found = json.loads((tmp_path / "found.json").read_text())["known"]
+    assert found["dense_bytes"]["value"] == pytest.approx(1.1e6) and found["last_bucket"]["word"] == "assumed"
     mean = 0.002 + CostModel(linear=3e-5, quadratic=2e-8)(HISTORIES).sum(axis=2).mean()
     # with the lengths of the run, the step of the prediction computes as long as that of the run
     report = _written(report, fits=False, workload=KNOWN)
