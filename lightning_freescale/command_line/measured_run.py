@@ -51,7 +51,7 @@ class MeasuredRun:
             # the simulator shards the tables; earlier versions wrote no gradient_bytes
             share = 0.0 if tables is None else tables["reduced_bytes"] / max(tables.get("gradient_bytes", reduced), 1.0)
             self.known["dense_bytes"] = self._quantity(max(reduced * (1 - share), 0.0), "B")
-            # the last bucket can contain gradients of tables, and the report does not always divide the buckets
+            # the last bucket can contain gradients of tables, and not every report separates it from the others
             if share == 0 and buckets[1] in moved:
                 self.known["last_bucket"] = self._quantity(last, "B")
 

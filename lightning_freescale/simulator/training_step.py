@@ -242,7 +242,7 @@ def _slowed(work: Floats, span: Floats, slower: float) -> Floats:
 
 
 def _exposed_all_reduce(behind: Floats, load: TrainingLoad, network: Network) -> float:
-    """Return the seconds of the dense all-reduce after ``behind``, in which gradients arrive; it hides no last bucket."""
+    """Return the seconds of the dense all-reduce after backward. ``behind`` seconds of compute hide all but the last bucket."""
     dense, ranks = load.dense_bytes.value, len(behind)
     last = network.all_reduce(min(load.last_bucket.value, dense), ranks)
     return max(last, network.all_reduce(dense, ranks) - float(behind.min()))
