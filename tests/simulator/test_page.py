@@ -93,12 +93,13 @@ def test_sliders_change_what_is_assumed(page: Any, monkeypatch: pytest.MonkeyPat
     _switch(page, Techniques(overlap=True))
     page.locator("#bandwidth").fill("20")
     page.locator("#exponent").fill("100")
+    page.locator("#last_bucket").fill("400")  # more than all dense gradients
     stated = plain(page.locator("output[for=bandwidth]").inner_text())
     low, high = NET.bandwidth.low / 10, NET.bandwidth.high * 10
     slow = low * (high / low) ** (20 / 400)
     assert stated == f"{slow / 1e9:.3g} GB/s"
     net = replace(NET, bandwidth=replace(NET.bandwidth, value=slow, low=slow))
-    load = replace(LOAD, catalogue=Catalogue(100_000, Quantity(0.5, "assumed")))
+    load = replace(LOAD, catalogue=Catalogue(100_000, Quantity(0.5, "assumed")), last_bucket=Quantity(2.5e8, "assumed"))
     for row, (step, _) in zip(_rows(page), _expected(Techniques(overlap=True), load, net)):
         value, unit = row[3].split()
         assert float(value) / {"s": 1, "ms": 1e3}[unit] == pytest.approx(step, rel=5e-3)
